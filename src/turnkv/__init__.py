@@ -1,0 +1,1 @@
+"""turnkv: a turn-aware KV cache for long agent conversations."""

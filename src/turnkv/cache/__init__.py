@@ -1,0 +1,1 @@
+"""The cache owns KV memory: pages, extents, segments and views; it never knows messages, policies or how attention is computed."""

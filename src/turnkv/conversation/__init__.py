@@ -1,0 +1,1 @@
+"""Conversation: OpenAI-form messages become turns and tokens, for any chat template; it never sees the cache or the model."""
