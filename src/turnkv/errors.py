@@ -57,5 +57,9 @@ class UnknownSessionError(TurnKVError):
     """No session of this id is held by the engine."""
 
 
+class UnknownTurnError(TurnKVError):
+    """A turn that was named does not exist, or nothing may be done to it."""
+
+
 class InvalidFileError(TurnKVError):
     """A file given by the user (sessions, policy, journal) cannot be read; the message names file and line."""

@@ -1,1 +1,1 @@
-"""Conversation: OpenAI-form messages become turns and tokens, for any chat template; it never sees the cache or the model."""
+"""Conversation: OpenAI-form messages become turns and tokens, for any chat template; it never sees cache or model."""

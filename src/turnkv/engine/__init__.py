@@ -1,1 +1,20 @@
-"""The engine runs Hugging Face models over views: sessions, matching, scheduling and sampling; it never decides what to drop."""
+"""The engine runs Hugging Face models over views: sessions, matching, steps and sampling; it never decides drops."""
+
+from turnkv.engine.engine import CacheStats, Engine
+from turnkv.engine.request import Generation, Reply, Request, Score, Scoring, Usage
+from turnkv.engine.runner import Chunk, ModelRunner
+from turnkv.engine.session import Session
+
+__all__ = [
+    "CacheStats",
+    "Chunk",
+    "Engine",
+    "Generation",
+    "ModelRunner",
+    "Reply",
+    "Request",
+    "Score",
+    "Scoring",
+    "Session",
+    "Usage",
+]

@@ -1,0 +1,160 @@
+"""Pages: the unit of allocation, and who still needs each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from turnkv.config import PAGE_TOKENS
+from turnkv.errors import OutOfPagesError
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A contiguous run of slots `[start, stop)`, never empty."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class PagePool:
+    """Knows of each page how many of its slots hold tokens and whether a writer has claimed it.
+
+    A page is free when it has neither. Slots are counted rather than owners, so that the sum over pages
+    is exactly the number of tokens held, and a slot used twice is found at once.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._used_slots = [0] * num_pages
+        self._is_claimed = bytearray(num_pages)
+        self._free_runs: dict[int, int] = {0: num_pages} if num_pages else {}
+        self._free_starts: dict[int, int] = {num_pages: 0} if num_pages else {}
+        self._num_free = num_pages
+        self._num_used_slots = 0
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that `claim` can hand out."""
+        return self._num_free
+
+    @property
+    def num_held_pages(self) -> int:
+        """Pages in use or claimed."""
+        return self.num_pages - self._num_free
+
+    @property
+    def num_used_slots(self) -> int:
+        """Slots that hold a token."""
+        return self._num_used_slots
+
+    @property
+    def num_free_runs(self) -> int:
+        """Contiguous runs of free pages; 1 when the pool is not fragmented at all."""
+        return len(self._free_runs)
+
+    def claim(self, count: int, *, after: int | None = None) -> list[Extent]:
+        """Hand out `count` pages to a writer, in the fewest contiguous runs, or none at all.
+
+        Args:
+            count: pages wanted; 0 gives no extent.
+            after: a page that the new ones should follow directly, if those are free.
+
+        Returns:
+            Runs of slots, in the order in which to write them.
+
+        Raises:
+            OutOfPagesError: fewer than `count` are free. The pool is unchanged.
+        """
+        if count > self._num_free:
+            raise OutOfPagesError(
+                f"{count} pages are wanted and {self._num_free} of {self.num_pages} are free; "
+                "raise the KV budget, or end a session"
+            )
+        chosen: list[tuple[int, int]] = []
+        left = count
+        if after is not None and left and self._free_runs.get(after + 1, 0) >= left:
+            chosen.append((after + 1, left))
+            left = 0
+        if left:
+            runs = sorted(self._free_runs.items(), key=lambda run: run[1])
+            whole = next(((start, left) for start, length in runs if length >= left), None)
+            if whole is not None:
+                chosen.append(whole)
+            else:
+                for start, length in reversed(runs):
+                    chosen.append((start, min(left, length)))
+                    left -= chosen[-1][1]
+                    if not left:
+                        break
+        for start, length in chosen:
+            self._cut_free(start, length)
+            self._is_claimed[start : start + length] = b"\1" * length
+        return [Extent(start * PAGE_TOKENS, (start + length) * PAGE_TOKENS) for start, length in chosen]
+
+    def unclaim(self, page: int) -> None:
+        """The writer will put nothing more into this page."""
+        assert self._is_claimed[page], page
+        self._is_claimed[page] = 0
+        self._free_if_idle(page)
+
+    def use(self, extent: Extent) -> None:
+        """Count the slots of an extent as holding tokens. Their pages must be claimed."""
+        for page, count in _slots_by_page(extent):
+            assert self._is_claimed[page], page
+            self._used_slots[page] += count
+            assert self._used_slots[page] <= PAGE_TOKENS, page
+        self._num_used_slots += len(extent)
+
+    def release(self, extent: Extent) -> None:
+        """The tokens in these slots are needed no more."""
+        for page, count in _slots_by_page(extent):
+            self._used_slots[page] -= count
+            assert self._used_slots[page] >= 0, page
+            self._free_if_idle(page)
+        self._num_used_slots -= len(extent)
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        free = set()
+        for start, length in self._free_runs.items():
+            assert length > 0
+            assert self._free_starts[start + length] == start
+            assert start + length not in self._free_runs, "adjacent free runs must be one"
+            free.update(range(start, start + length))
+        assert len(self._free_runs) == len(self._free_starts)
+        assert len(free) == self._num_free
+        for page in range(self.num_pages):
+            is_idle = not self._used_slots[page] and not self._is_claimed[page]
+            assert is_idle == (page in free), page
+        assert sum(self._used_slots) == self._num_used_slots
+
+    def _cut_free(self, start: int, length: int) -> None:
+        run_length = self._free_runs.pop(start)
+        del self._free_starts[start + run_length]
+        if run_length > length:
+            self._free_runs[start + length] = run_length - length
+            self._free_starts[start + run_length] = start + length
+        self._num_free -= length
+
+    def _free_if_idle(self, page: int) -> None:
+        if self._used_slots[page] or self._is_claimed[page]:
+            return
+        start, stop = page, page + 1
+        if stop in self._free_runs:
+            stop += self._free_runs.pop(stop)
+        if start in self._free_starts:
+            start = self._free_starts.pop(start)
+        self._free_runs[start] = stop - start
+        self._free_starts[stop] = start
+        self._num_free += 1
+
+
+def _slots_by_page(extent: Extent) -> Iterator[tuple[int, int]]:
+    slot = extent.start
+    while slot < extent.stop:
+        page = slot // PAGE_TOKENS
+        end = min(extent.stop, (page + 1) * PAGE_TOKENS)
+        yield page, end - slot
+        slot = end

@@ -1,0 +1,242 @@
+"""Messages to tokens, one by one, for any chat template.
+
+A message is rendered behind a short stub conversation, and its text is what follows the stub. So its tokens never
+depend on the rest of the history, and a template that rewrites history (drops earlier reasoning, writes today's date)
+cannot change what is cached. Each text ends where the next begins:
+
+    head │ user                        │ assistant                            │ user
+    <s>… │ <|im_start|>user⏎Hi<|im_end|>⏎ │ <|im_start|>assistant⏎Hey<|im_end|> │ ⏎<|im_start|>user⏎…
+                                         └── generation prompt ──┘└─ sampled ─┘└ end
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnkv.conversation import hermes
+from turnkv.conversation.encoding import Encoder
+from turnkv.conversation.framing import Framing
+from turnkv.conversation.head import HeadForms, leading_systems
+from turnkv.conversation.messages import Message, ToolCall
+from turnkv.conversation.template import RefusalError, Template
+from turnkv.errors import InvalidMessagesError, UnsupportedModelError
+from turnkv.types import Role, SpanClass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `[start, stop)` of one message that are of one class."""
+
+    start: int
+    stop: int
+    role: Role
+    span_class: SpanClass
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedMessage:
+    """One message's tokens. The spans partition them in order; a message without tokens has none."""
+
+    tokens: tuple[int, ...]
+    header_tokens: int
+    """Leading tokens that are the generation prompt; 0 unless the message is an assistant's."""
+    spans: tuple[Span, ...]
+
+
+class Renderer:
+    """Renders conversations for one tokenizer and chat template.
+
+    Not safe for use by several threads at once.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, chat_template: str | None = None, generation_eos_ids: Iterable[int] = ()
+    ) -> None:
+        """Probe the template.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer; spans need a fast one.
+            chat_template: used in place of the tokenizer's own.
+            generation_eos_ids: the ends of generation that the model's generation config names.
+
+        Raises:
+            UnsupportedModelError: there is no template, or it cannot render user and assistant in turn.
+        """
+        source = _source(tokenizer, chat_template)
+        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer, source)
+        self._template = Template(tokenizer, source, self._encoder)
+        try:
+            self._framing = Framing(self._template, self._encoder)
+            stop_texts = self._framing.stop_texts()
+        except RefusalError as error:
+            raise UnsupportedModelError(
+                f"the chat template cannot render user and assistant in turn ({error}); give another one"
+            ) from error
+        self._heads = HeadForms(self._template, self._encoder, self._framing)
+        self.end_tokens: tuple[int, ...] = tuple(self._encoder.encode(self._framing.end, "."))
+        """What closes an assistant message in history; `generation_header` + sampled tokens + this is one."""
+        self.stop_ids: frozenset[int] = self._stop_ids(stop_texts, generation_eos_ids)
+        """Tokens at which generation ends."""
+
+    @property
+    def has_native_tools(self) -> bool:
+        """Whether the template has a tool form of its own; else the Hermes form is used."""
+        return self._template.has_tools
+
+    def head(self, messages: Sequence[Message], tools: Sequence[object] = ()) -> tuple[int, ...]:
+        """Return the tokens before the first message that is not leading system text.
+
+        They hold the BOS, the system texts or the template's default one, and the tool schemas. A template that writes
+        the date writes today's.
+
+        Raises:
+            InvalidMessagesError: the template has no room for the system text or the tools.
+        """
+        return tuple(self._encoder.encode(self._heads.text(leading_systems(messages), tools)))
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[object] = (), start: int = 0
+    ) -> list[RenderedMessage]:
+        """Render `messages[start:]`, less leading system messages: one entry each.
+
+        A message's tokens depend on that message, on the role of the one before it and, among consecutive tool
+        results, on these; so rendering in pieces gives what rendering at once gives, if no piece ends among results.
+
+        Raises:
+            InvalidMessagesError: the template cannot hold a message; the error carries the template's own words.
+        """
+        num_systems = len(leading_systems(messages))
+        rendered = []
+        for index in range(max(start, num_systems), len(messages)):
+            try:
+                if messages[index].role is Role.TOOL:
+                    rendered.append(self._result(messages, index))
+                elif index == num_systems:
+                    rendered.append(self._first(messages[index], self._heads.is_open(num_systems, bool(tools))))
+                else:
+                    rendered.append(self._later(messages[index - 1].role, messages[index]))
+            except RefusalError as error:
+                raise InvalidMessagesError(
+                    f"the chat template cannot render this {messages[index].role.value} message here ({error})",
+                    remedy="merge it with its neighbour, move system text to the start, or give another chat template",
+                    index=index,
+                ) from error
+        return rendered
+
+    def generation_header(self, previous: Message) -> tuple[int, ...]:
+        """Return the tokens between a conversation that ends with `previous` and the model's reply."""
+        return tuple(self._encoder.encode(self._framing.header(previous.role), self._left(previous.role)))
+
+    def parse_reply(self, text: str) -> tuple[str, tuple[ToolCall, ...], str | None]:
+        """Split a reply's text into content, calls and reasoning.
+
+        Calls are read in the Hermes form, where that is the one used or the template's own; other forms stay text.
+        """
+        reasoning = None
+        if self._template.has_thoughts:
+            is_open = self._framing.header(Role.USER).rstrip().endswith("<think>")
+            text, reasoning = hermes.parse_reasoning(text, is_open=is_open)
+        if self._template.has_tools and "<tool_call>" not in self._template.source:
+            return text, (), reasoning
+        return *hermes.parse_calls(text), reasoning
+
+    def _first(self, message: Message, is_open: bool) -> RenderedMessage:
+        """Render the message right after the head; an open head holds the first user message's opening."""
+        if message.role is not Role.USER:
+            if is_open:
+                raise RefusalError("it puts system text or tools into a first user message, and there is none")
+            return self._reply(Role.USER, message)
+        text = self._framing.first_user(message)
+        if not is_open:
+            return self._plain(message, text, "")
+        opening = self._framing.user_opening
+        return self._plain(message, text.removeprefix(opening), opening)
+
+    def _later(self, previous: Role, message: Message) -> RenderedMessage:
+        if message.role is Role.ASSISTANT:
+            return self._reply(previous, message)
+        write = self._framing.system if message.role is Role.SYSTEM else self._framing.fragment
+        return self._plain(message, write(previous, message), self._left(previous))
+
+    def _plain(self, message: Message, text: str, left: str) -> RenderedMessage:
+        tokens = tuple(self._encoder.encode(text, left))
+        spans = (Span(0, len(tokens), message.role, SpanClass.TEXT),) if tokens else ()
+        return RenderedMessage(tokens, 0, spans)
+
+    def _reply(self, previous: Role, message: Message) -> RenderedMessage:
+        """Render an assistant message: the generation prompt's tokens, then those that the model would sample."""
+        header, text = self._framing.reply(previous, message)
+        left = self._left(previous)
+        head = self._encoder.encode(header, left)
+        has_classes = bool(message.tool_calls) or message.reasoning is not None
+        body = self._encoder.encode_with_stops(text, header or left, with_stops=has_classes)
+        classes = [SpanClass.TEXT] * len(head) + self._classes(message, text, [stop for _, stop in body])
+        return RenderedMessage((*head, *(token for token, _ in body)), len(head), tuple(_spans(classes)))
+
+    def _left(self, previous: Role) -> str:
+        """Return what a message is tokenised behind: the end of the one before it."""
+        try:
+            return self._framing.closing(previous)
+        except RefusalError:  # only system text in mid-conversation, which the conversation then cannot hold
+            return ""
+
+    def _classes(self, message: Message, body: str, stops: Sequence[int]) -> list[SpanClass]:
+        """Class each token by where it stops in the body: reasoning, then content, then calls up to the end."""
+        marks = [0]
+        has_content = self._template.has_content_beside_calls or not message.tool_calls
+        for part in (message.reasoning or "", message.content if has_content else ""):
+            text = self._encoder.mark(part.strip(), is_reply=True)
+            at = body.find(text, marks[-1]) if text else -1
+            marks += [at, at + len(text)] if at >= 0 else [marks[-1], marks[-1]]
+        _, think, thought, _, said = marks
+        end = len(body)
+        if message.tool_calls:
+            last = self._framing.last_special(body[said:])
+            end = said + last[0] if last else len(body)
+            if not any(stops):
+                return [SpanClass.TOOL_CALL] * len(stops)
+        else:
+            said = end
+        return [
+            SpanClass.REASONING
+            if think < stop <= thought
+            else SpanClass.TOOL_CALL
+            if said < stop <= end
+            else SpanClass.TEXT
+            for stop in stops
+        ]
+
+    def _result(self, messages: Sequence[Message], index: int) -> RenderedMessage:
+        first = index
+        while first > 0 and messages[first - 1].role is Role.TOOL:
+            first -= 1
+        group = [message for message in messages[first : index + 2] if message.role is Role.TOOL]
+        left, text = self._framing.result(group, index - first)
+        return self._plain(messages[index], text, left)
+
+    def _stop_ids(self, stop_texts: Iterable[str], generation_eos_ids: Iterable[int]) -> frozenset[int]:
+        ids = {int(token_id) for token_id in generation_eos_ids}
+        if self._tokenizer.eos_token_id is not None:
+            ids.add(self._tokenizer.eos_token_id)
+        return frozenset(ids.union(self._tokenizer.convert_tokens_to_ids(sorted(stop_texts))))
+
+
+def _source(tokenizer: Any, chat_template: str | None) -> str:
+    if chat_template is not None:
+        return chat_template
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError as error:
+        raise UnsupportedModelError(
+            "the model's tokenizer has no chat template; give one with `chat_template`"
+        ) from error
+
+
+def _spans(classes: Sequence[SpanClass]) -> Iterable[Span]:
+    """Join neighbouring tokens of one class."""
+    start = 0
+    for stop in range(1, len(classes) + 1):
+        if stop == len(classes) or classes[stop] is not classes[start]:
+            yield Span(start, stop, Role.ASSISTANT, classes[start])
+            start = stop

@@ -1,0 +1,405 @@
+"""The engine: takes whole histories, computes what is new, and keeps every session inside one budget."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from turnkv.cache import PagePool, SegmentStore
+from turnkv.config import PAGE_TOKENS, CacheConfig, EngineConfig, SamplingParams
+from turnkv.conversation.messages import Message, parse_messages
+from turnkv.conversation.rendering import Renderer
+from turnkv.conversation.tools import parse_tools
+from turnkv.conversation.turns import group_turns, head_length
+from turnkv.engine.admission import admit
+from turnkv.engine.journal import Event
+from turnkv.engine.request import Generation, Reply, Request, Score, Scoring
+from turnkv.engine.restore import restore
+from turnkv.engine.retention import Limits, droppable_records, is_pinned
+from turnkv.engine.runner import Chunk, ModelRunner
+from turnkv.engine.sampler import Sampler
+from turnkv.engine.session import Session
+from turnkv.engine.table import SessionTable
+from turnkv.errors import InvalidMessagesError, OverBudgetError, UnknownTurnError
+from turnkv.models import resolve_model
+from turnkv.policy import FULL, Policy
+from turnkv.types import Role, SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """Exact account of the KV memory."""
+
+    budget_bytes: int
+    """What the pool can hold: the budget, rounded down to whole pages."""
+    held_bytes: int
+    """Pages in use or reserved."""
+    live_bytes: int
+    """KV of live segments and of tokens being computed, each counted once."""
+    peak_held_bytes: int
+    num_sessions: int
+    num_given_up: int
+    """Idle sessions whose KV was freed for another's; their next request computes them again."""
+    num_segments: int
+    num_runs: int
+    """Contiguous runs of all segments; equal to `num_segments` where each lies in one piece."""
+
+
+class Engine:
+    """Runs one model over many sessions. Single-threaded: one caller at a time."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokenizer: Any,
+        *,
+        name: str,
+        policy: Policy = FULL,
+        cache: CacheConfig | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        """Set up an empty cache for a loaded model; see `Engine.load` for the short way."""
+        self.runner = runner
+        self.name = name
+        self.policy = policy
+        self.config = config or EngineConfig()
+        self._tokenizer = tokenizer
+        self.renderer = Renderer(tokenizer, generation_eos_ids=_eos_ids(runner.model))
+        budget = (cache or CacheConfig()).budget_bytes
+        self._page_bytes = PAGE_TOKENS * runner.token_bytes
+        num_pages = budget // self._page_bytes
+        if not num_pages:
+            raise OverBudgetError(f"the KV budget of {budget:,} bytes is less than a page; give {self._page_bytes:,}")
+        self._pool = PagePool(num_pages)
+        self._store = SegmentStore(self._pool)
+        self._storage = runner.new_storage(num_pages)
+        self._table = SessionTable(self._pool, self._store, runner.max_positions)
+        self._waiting: deque[Request] = deque()
+        self._active: list[Request] = []
+        self._peak_pages = 0
+
+    @staticmethod
+    def load(
+        model: str | None = None,
+        *,
+        policy: Policy = FULL,
+        dtype: str = "bfloat16",
+        cache: CacheConfig | None = None,
+        config: EngineConfig | None = None,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> "Engine":
+        """Find, load and probe a model.
+
+        Args:
+            model: a folder, a .gguf file, a hub name, or None for the default model.
+            policy: what becomes of closed turns.
+            dtype: of weights and exact KV.
+            cache: the KV budget.
+            config: how to compute.
+            progress: called with a line for each step of work that preparing the model takes.
+
+        Raises:
+            ModelFilesError: the model cannot be found, fetched or read.
+            UnsupportedModelError: it is of a kind that is refused.
+        """
+        folder = resolve_model(model, progress=progress)
+        config = config or EngineConfig()
+        runner, tokenizer = ModelRunner.load(folder.path, dtype=dtype, attention=config.attention)
+        return Engine(runner, tokenizer, name=folder.name, policy=policy, cache=cache, config=config)
+
+    def with_policy(self, policy: Policy) -> "Engine":
+        """Another engine with the same weights and an empty cache of its own."""
+        cache = CacheConfig(budget_bytes=self._pool.num_pages * self._page_bytes)
+        return Engine(self.runner, self._tokenizer, name=self.name, policy=policy, cache=cache, config=self.config)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def respond(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        session_id: SessionId | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Reply:
+        """Write the next assistant message of a conversation given whole, computing only what is new of it.
+
+        Raises:
+            InvalidMessagesError: the conversation is malformed.
+            OutOfPositionsError, OverBudgetError: it cannot be held; nothing has changed.
+        """
+        request = self.generation(messages, tools, sampling=sampling, session_id=session_id, on_text=on_text)
+        self.submit(request)
+        self._finish(request)
+        return self.reply(request)
+
+    def score(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        *,
+        session_id: SessionId | None = None,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> Score:
+        """Measure the likelihood of a conversation's last message, an assistant's, and keep it in the cache.
+
+        Raises: as `respond`.
+        """
+        request = self.scoring(messages, tools, session_id=session_id, observe=observe)
+        self.submit(request)
+        self._finish(request)
+        return self.score_of(request)
+
+    def generation(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        session_id: SessionId | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Generation:
+        """A request for `submit` that writes a reply."""
+        sampling = sampling or SamplingParams()
+        return Generation(
+            messages=_with_some_turn(parse_messages(messages)),
+            tools=parse_tools(tools or ()),
+            session_id=session_id,
+            sampler=Sampler(sampling),
+            stop_ids=self.renderer.stop_ids,
+            decode=self._decode,
+            max_new_tokens=sampling.max_new_tokens or self.config.max_new_tokens,
+            on_text=on_text,
+        )
+
+    def scoring(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        *,
+        session_id: SessionId | None = None,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> Scoring:
+        """A request for `submit` that scores the last message."""
+        parsed = parse_messages(messages, allow_open_calls=True)
+        if parsed[-1].role is not Role.ASSISTANT:
+            raise InvalidMessagesError(
+                f"is from the {parsed[-1].role}, so there is nothing to score",
+                remedy="end the conversation with an assistant message",
+                index=len(parsed) - 1,
+            )
+        schemas = parse_tools(tools or ())
+        [rendered] = self.renderer.render(parsed, schemas, start=len(parsed) - 1)
+        return Scoring(
+            messages=_with_some_turn(parsed[:-1]),
+            tools=schemas,
+            session_id=session_id,
+            observe=observe,
+            reply=parsed[-1],
+            body=rendered.tokens[rendered.header_tokens :],
+        )
+
+    def submit(self, request: Request) -> None:
+        """Admit a request, or let it wait until others have made room.
+
+        Raises:
+            OutOfPositionsError, OverBudgetError: it cannot be held even alone; nothing has changed.
+            UnknownSessionError: it names a session that the engine does not hold.
+        """
+        if self._waiting or not self._admit(request):
+            self._waiting.append(request)
+
+    def step(self) -> None:
+        """Compute one forward pass: all decode tokens, then prefill chunks, oldest request first.
+
+        If the pass is interrupted, every request in it is taken back.
+        """
+        while self._waiting and self._admit(self._waiting[0]):
+            self._waiting.popleft()
+        room = self.config.max_step_tokens
+        batch: list[Request] = []
+        chunks: list[Chunk] = []
+        try:
+            for request in sorted(self._active, key=lambda request: not request.is_decoding):
+                if room <= 0:
+                    break
+                batch.append(request)
+                chunks.append(request.next_chunk(room))
+                room -= len(chunks[-1].tokens)
+            if not batch:
+                return
+            logits = self.runner.run(self._storage, chunks)
+            for request, rows in zip(batch, logits, strict=True):
+                request.receive(rows)
+        except BaseException:
+            for request in batch:
+                self.cancel(request)
+            raise
+        for request in batch:
+            if request.is_done:
+                self._retire(request)
+
+    def cancel(self, request: Request) -> None:
+        """Take a request back: its session is as it was before, save for turns dropped."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request in self._active:
+            self._active.remove(request)
+            self._table.take_back(request)
+
+    def reply(self, request: Generation) -> Reply:
+        """The result of a finished generation."""
+        assert request.is_done
+        assert request.session is not None
+        message = request.session.records[request.reply_record].message
+        assert message is not None
+        return Reply(
+            message=message,
+            tokens=tuple(request.tokens),
+            logprobs=tuple(request.logprobs),
+            finish_reason="tool_calls" if message.tool_calls and request.finish_reason == "stop" else request.finish_reason,
+            usage=request.usage(message, self.runner.token_bytes, len(request.tokens)),
+            session_id=request.session.id,
+        )
+
+    def score_of(self, request: Scoring) -> Score:
+        """The result of a finished scoring."""
+        assert request.is_done
+        assert request.session is not None
+        return Score(
+            logprobs=tuple(request.logprobs),
+            is_top=tuple(request.is_top),
+            usage=request.usage(request.reply, self.runner.token_bytes, len(request.body)),
+            session_id=request.session.id,
+        )
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    def session(self, session_id: SessionId) -> Session:
+        """The session of this id.
+
+        Raises:
+            UnknownSessionError: the engine holds none; it was closed, or given up for want of room.
+        """
+        return self._table.get(session_id)
+
+    def drop(self, session_id: SessionId, turn: int) -> int:
+        """Drop a closed turn by hand; gives the tokens gone.
+
+        Raises:
+            UnknownTurnError: there is no such turn, or it is open or pinned.
+        """
+        session = self.session(session_id)
+        turns = group_turns(session.messages)
+        if not 0 <= turn < len(turns) - 1 or is_pinned(session, self.policy, turns[turn], session.messages):
+            raise UnknownTurnError(
+                f"turn {turn} cannot be dropped; name a closed turn (0 to {len(turns) - 2}) that is not pinned"
+            )
+        return session.drop(turn, droppable_records(session, turns[turn]), "asked")
+
+    def pin(self, session_id: SessionId, turn: int, *, is_pinned: bool = True) -> None:
+        """Spare a turn from drops from now on, or no more.
+
+        Raises:
+            UnknownTurnError: there is no such turn.
+        """
+        session = self.session(session_id)
+        if not 0 <= turn < len(group_turns(session.messages)):
+            raise UnknownTurnError(f"turn {turn} cannot be pinned; the session has no such turn")
+        session.pin(turn, is_pinned)
+
+    def close_session(self, session_id: SessionId) -> None:
+        """Forget a session and free what only it holds."""
+        self._table.close(session_id)
+
+    def restore(self, events: Sequence[Event]) -> Session:
+        """Make a session's view again from its journal, by the same steps, and hold it under the same id.
+
+        Gives the same segments at the same offsets, bit for bit where the same machine computes them alone. Messages
+        are not in a journal, so no request continues the session.
+        """
+        return restore(events, self._table, self.runner, self._storage)
+
+    @property
+    def stats(self) -> CacheStats:
+        """The account of the KV memory now."""
+        return CacheStats(
+            budget_bytes=self._pool.num_pages * self._page_bytes,
+            held_bytes=self._pool.num_held_pages * self._page_bytes,
+            live_bytes=self._pool.num_used_slots * self.runner.token_bytes,
+            peak_held_bytes=self._peak_pages * self._page_bytes,
+            num_sessions=len(self._table),
+            num_given_up=self._table.num_given_up,
+            num_segments=len(self._store),
+            num_runs=self._store.num_runs,
+        )
+
+    def check(self) -> None:
+        """Assert what always holds, in pool, segments and sessions."""
+        self._pool.check()
+        self._store.check()
+        self._table.check()
+
+    def _admit(self, request: Request) -> bool:
+        """Give the request a session and room; False if others must finish first."""
+        if not admit(request, self.policy, self._table, self.renderer, self._limits, self.name):
+            if self._active:
+                return False
+            raise OverBudgetError(
+                f"the KV budget of {self.stats.budget_bytes:,} bytes has no room for this request; raise the budget, "
+                "or close sessions"
+            )
+        self._active.append(request)
+        self._peak_pages = max(self._peak_pages, self._pool.num_held_pages)
+        return True
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(
+            max_tokens=self._pool.num_pages * PAGE_TOKENS,
+            max_positions=self.runner.max_positions,
+            token_bytes=self.runner.token_bytes,
+            can_shift=self.runner.can_shift,
+        )
+
+    def _finish(self, request: Request) -> None:
+        try:
+            while not request.is_done:
+                self.step()
+        except BaseException:
+            self.cancel(request)
+            raise
+
+    def _retire(self, request: Request) -> None:
+        """Record the reply and give back the room it did not need."""
+        self._active.remove(request)
+        session = request.session
+        assert session is not None
+        record = session.records[request.reply_record]
+        if isinstance(request, Scoring):
+            record.message = request.reply
+        elif isinstance(request, Generation):
+            record.tokens.extend(self.renderer.end_tokens)
+            content, calls, reasoning = self.renderer.parse_reply(request.text)
+            record.message = Message(Role.ASSISTANT, content, calls, reasoning=reasoning)
+        session.seal()
+        session.writer.trim()
+        session.is_busy = False
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _eos_ids(model: Any) -> list[int]:
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [eos] if isinstance(eos, int) else list(eos or ())
+
+
+def _with_some_turn(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Refuse a conversation without anything to answer."""
+    if head_length(messages) == len(messages):
+        raise InvalidMessagesError("holds only system text", remedy="add a user message to answer")
+    return messages

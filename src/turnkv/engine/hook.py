@@ -1,0 +1,48 @@
+"""The hook into Hugging Face models: their attention layers call whatever step is in progress."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "turnkv"
+"""Models are loaded with this `attn_implementation`. Nothing is registered for masks: transformers then builds none."""
+
+
+class AttentionStep(Protocol):
+    """What a forward pass does at each attention layer."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """T tokens, H and G heads, D and E dims. query [H, T, D], key [G, T, D], value [G, T, E] → [T, H, E]."""
+        ...
+
+
+_STEP: ContextVar[AttentionStep] = ContextVar("turnkv_step")
+
+
+@contextmanager
+def step_in_progress(step: AttentionStep) -> Iterator[None]:
+    """Direct the attention layers of a forward pass inside this block to `step`."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def _attention(  # noqa: PLR0913 - the signature is transformers' own
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    out = _STEP.get().attend(module.layer_idx, query[0], key[0], value[0], options)  # type: ignore[arg-type]
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)

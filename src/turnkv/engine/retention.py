@@ -1,0 +1,112 @@
+"""Retention: shows a session to the policy and carries out what it decides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turnkv.conversation.messages import Message
+from turnkv.conversation.turns import Turn, group_turns
+from turnkv.engine.session import Session
+from turnkv.policy import Drop, Policy, Snapshot, TurnSnapshot, decide
+from turnkv.types import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds one session."""
+
+    max_tokens: int
+    """By the device's budget."""
+    max_positions: int | None
+    """By the model."""
+    token_bytes: int
+    can_shift: bool
+    """Whether the model's keys can be read at other positions."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The smaller of the two, in tokens."""
+        return self.max_tokens if self.max_positions is None else min(self.max_tokens, self.max_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDrop:
+    """A drop in terms of a session's records."""
+
+    turn: int
+    records: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a request does to a session before anything is computed."""
+
+    drops: tuple[PlannedDrop, ...]
+    total_tokens: int
+    """Tokens held when the request ends, the reply's room included."""
+
+
+def plan_drops(session: Session, policy: Policy, reply_tokens: int, limits: Limits) -> Plan:
+    """Ask the policy. The session, whose records hold the whole request already, is not changed."""
+    messages = session.messages
+    turns = group_turns(messages)
+    total = reply_tokens + sum(session.num_droppable(index) for index in range(len(session.records)))
+    spared = _latest_user(messages)
+    snapshots = []
+    for turn in turns:
+        records = [index for index in _records(turn) if index != spared]
+        tools = sum(session.num_droppable(index) for index in records if session.records[index].is_result_or_call)
+        everything = sum(session.num_droppable(index) for index in records)
+        snapshots.append(
+            TurnSnapshot(
+                index=turn.index,
+                kind=turn.kind,
+                is_closed=turn is not turns[-1],
+                is_pinned=is_pinned(session, policy, turn, messages),
+                chat_tokens=everything - tools,
+                tool_tokens=tools,
+            )
+        )
+    decisions = decide(
+        policy,
+        Snapshot(
+            turns=snapshots, total_tokens=total, max_tokens=limits.num_tokens, token_bytes=limits.token_bytes
+        ),
+    )
+    drops = tuple(_planned(session, turns[drop.turn], drop, spared) for drop in decisions)
+    gone = sum(session.num_droppable(index) for drop in drops for index in drop.records)
+    return Plan(drops=drops, total_tokens=total - gone)
+
+
+def droppable_records(session: Session, turn: Turn) -> tuple[int, ...]:
+    """The records of a turn that a drop takes: not those gone already, nor the latest user message."""
+    return _planned(session, turn, Drop(turn.index), _latest_user(session.messages)).records
+
+
+def is_pinned(session: Session, policy: Policy, turn: Turn, messages: Sequence[Message]) -> bool:
+    """Whether the user or the policy's patterns spare a turn."""
+    return turn.index in session.pinned_turns or any(
+        policy.keep.is_pinned(message.content) for message in messages[turn.start : turn.stop]
+    )
+
+
+def _planned(session: Session, turn: Turn, drop: Drop, spared: int | None) -> PlannedDrop:
+    return PlannedDrop(
+        turn.index,
+        tuple(
+            index
+            for index in _records(turn)
+            if index != spared
+            and session.num_droppable(index)
+            and (drop.part == "all" or session.records[index].is_result_or_call)
+        ),
+    )
+
+
+def _records(turn: Turn) -> range:
+    """Record 0 is the head, so message i is record i + 1."""
+    return range(turn.start + 1, turn.stop + 1)
+
+
+def _latest_user(messages: Sequence[Message]) -> int | None:
+    """Record of the latest user message."""
+    return next((i + 1 for i in reversed(range(len(messages))) if messages[i].role is Role.USER), None)

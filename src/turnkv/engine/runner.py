@@ -1,0 +1,161 @@
+"""The model runner: one forward pass over the newest tokens of several sequences, flattened and without padding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from turnkv.cache import KVStorage, Run, coalesce, token_bytes
+from turnkv.cache.storage import slot_range
+from turnkv.engine.hook import ATTENTION_NAME, step_in_progress
+from turnkv.engine.probe import ProbedLayer, probe_layers
+from turnkv.engine.traits import refuse_unsupported
+from turnkv.errors import InvalidConfigError, UnsupportedModelError
+from turnkv.kernels import BODIES, AttentionBody, SequenceView
+from turnkv.models.loading import load_model, quiet_transformers
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The newest tokens of one sequence, to be computed in one step."""
+
+    tokens: Sequence[int]
+    position: int
+    """Virtual position of the first."""
+    past: tuple[Run, ...]
+    """Keys that all of the chunk's tokens see."""
+    new: tuple[Run, ...]
+    """Where the chunk's own keys go."""
+    keep: Literal["none", "last", "all"]
+    """Which tokens' logits are wanted."""
+
+
+class ModelRunner:
+    """A Hugging Face causal model whose attention reads a view. Holds no KV itself."""
+
+    def __init__(self, model: Any, *, attention: str = "auto") -> None:
+        """Take a model loaded with `attn_implementation="turnkv"`, and probe it.
+
+        Raises:
+            UnsupportedModelError: the model cannot be served faithfully.
+        """
+        config = model.config.get_text_config()
+        refuse_unsupported(config)
+        if getattr(model, "_is_stateful", False):
+            raise UnsupportedModelError(f"model type {config.model_type!r} keeps a state beside its KV; choose another")
+        self.model = model
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        with torch.inference_mode():
+            self.layers: tuple[ProbedLayer, ...] = probe_layers(model, config.num_hidden_layers)
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.vocabulary_size: int = model.get_input_embeddings().weight.shape[0]
+        self.body: AttentionBody = _body(attention)
+
+    @staticmethod
+    def load(folder: Path, *, dtype: str = "bfloat16", attention: str = "auto") -> tuple["ModelRunner", Any]:
+        """Read a model folder; gives the runner and the tokenizer.
+
+        Raises:
+            ModelFilesError: the files are missing or damaged.
+            UnsupportedModelError: the model is of a kind that is refused.
+        """
+        if dtype not in DTYPES:
+            raise InvalidConfigError("dtype", dtype, "is no number format", remedy=f"give one of {', '.join(DTYPES)}")
+        _body(attention)
+        if (folder / "config.json").is_file():
+            with quiet_transformers():
+                try:
+                    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+                except (OSError, ValueError, KeyError):
+                    config = None  # load_model says what is wrong with the files
+            if config is not None:
+                refuse_unsupported(config.get_text_config())
+        model, tokenizer = load_model(folder, DTYPES[dtype], attn_implementation=ATTENTION_NAME)
+        return ModelRunner(model, attention=attention), tokenizer
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all layers."""
+        return token_bytes([layer.shape for layer in self.layers], self.dtype)
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether keys can be read at other positions, in all layers."""
+        return all(layer.can_shift for layer in self.layers)
+
+    def new_storage(self, num_pages: int) -> KVStorage:
+        """Memory for the KV of this model."""
+        return KVStorage([layer.shape for layer in self.layers], num_pages, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def run(self, storage: KVStorage, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """Compute the chunks in one forward pass; their KV is in `storage` afterwards.
+
+        Returns:
+            For each chunk the kept logits, [0, V], [1, V] or [len(tokens), V] in the model's dtype.
+        """
+        step = _Step(self, storage, chunks)
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        positions = [chunk.position + i for chunk in chunks for i in range(len(chunk.tokens))]
+        kept, counts, row = [], [], 0
+        for chunk in chunks:
+            stop = row + len(chunk.tokens)
+            rows = {"none": range(0), "last": range(stop - 1, stop), "all": range(row, stop)}[chunk.keep]
+            kept.extend(rows)
+            counts.append(len(rows))
+            row = stop
+        with step_in_progress(step):
+            out = self.model(
+                input_ids=torch.tensor([tokens], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(kept, dtype=torch.int64, device=self.device),
+            )
+        return list(out.logits[0].split(counts))
+
+
+class _Step:
+    """One forward pass: writes each layer's new keys and values, then attends over everything visible."""
+
+    def __init__(self, runner: ModelRunner, storage: KVStorage, chunks: Sequence[Chunk]) -> None:
+        self._layers = runner.layers
+        self._body = runner.body
+        self._storage = storage
+        self._batch: list[SequenceView] = []
+        first = 0
+        new: list[Run] = []
+        for chunk in chunks:
+            count = len(chunk.tokens)
+            assert count == sum(run.length for run in chunk.new) > 0
+            self._batch.append(SequenceView(coalesce((*chunk.past, *chunk.new)), first, count, runner.device))
+            new.extend(chunk.new)
+            first += count
+        slots: list[tuple[int, int]] = []
+        for run in new:
+            if slots and sum(slots[-1]) == run.slot:
+                slots[-1] = (slots[-1][0], slots[-1][1] + run.length)
+            else:
+                slots.append((run.slot, run.length))
+        self._slots = slot_range(slots, runner.device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        storage = self._storage
+        storage.write(layer, self._slots, key, value)
+        attention = self._layers[layer].attention
+        return self._body(query.transpose(0, 1), storage.keys[layer], storage.values[layer], self._batch, attention)
+
+
+def _body(name: str) -> AttentionBody:
+    chosen = "flash" if name == "auto" else name
+    if chosen not in BODIES:
+        raise InvalidConfigError(
+            "attention", name, "is no attention body", remedy=f"give auto or one of {', '.join(sorted(BODIES))}"
+        )
+    return BODIES[chosen]

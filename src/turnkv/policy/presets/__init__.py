@@ -1,0 +1,1 @@
+"""The policies that ship with the package, one TOML file each."""

@@ -1,0 +1,40 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conversation.templates import FAMILIES
+
+from turnkv.conversation.messages import parse_messages
+from turnkv.conversation.rendering import Renderer
+from turnkv.conversation.tools import parse_tools
+from turnkv.conversation.turns import group_turns, head_length
+
+SESSIONS = Path(__file__).resolve().parents[3] / "shared" / "data" / "agent_sessions.jsonl"
+
+
+def sessions() -> list[dict[str, Any]]:
+    if not SESSIONS.exists():
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must have {SESSIONS}")
+        pytest.skip(f"NOT TESTED: the agent conversations are missing at {SESSIONS}")
+    return [json.loads(line) for line in SESSIONS.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.shared_data
+@pytest.mark.parametrize("name", ["smollm2", "chatml"])
+def test_every_agent_session_parses_groups_and_renders(name: str) -> None:
+    tokenizer = FAMILIES[name].tokenizer()
+    renderer = Renderer(tokenizer)
+    loaded = sessions()
+    assert len(loaded) == 70
+    for session in loaded:
+        messages, tools = parse_messages(session["messages"]), parse_tools(session["tools"])
+        head = head_length(messages)
+        assert sum(turn.stop - turn.start for turn in group_turns(messages)) == len(messages) - head
+        assert renderer.head(messages, tools)
+        rendered = renderer.render(messages, tools)
+        assert len(rendered) == len(messages) - head
+        middle = len(messages) * 2 // 3
+        assert renderer.render(messages, tools, middle) == rendered[middle - head :]
