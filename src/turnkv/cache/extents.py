@@ -17,7 +17,7 @@ class Writer:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._room: deque[Extent] = deque()
-        self._last_page: int | None = None
+        self._last_filled_page: int | None = None
 
     @property
     def room_tokens(self) -> int:
@@ -36,8 +36,8 @@ class Writer:
         """
         missing = self.num_pages_needed(num_tokens)
         if missing:
-            self._room.extend(self._pool.claim(missing, after=self._last_page))
-            self._last_page = self._room[-1].stop // PAGE_TOKENS - 1
+            last_page = self._room[-1].stop // PAGE_TOKENS - 1 if self._room else self._last_filled_page
+            self._room.extend(self._pool.claim(missing, after=last_page))
 
     def fill(self, num_tokens: int) -> list[Extent]:
         """Take the next `num_tokens` slots; the caller owns them and releases them to the pool."""
@@ -55,6 +55,8 @@ class Writer:
             if taken and taken[-1].stop == part.start:
                 part = Extent(taken.pop().start, part.stop)
             taken.append(part)
+        if taken:
+            self._last_filled_page = (taken[-1].stop - 1) // PAGE_TOKENS
         return taken
 
     def trim(self) -> None:
@@ -67,7 +69,6 @@ class Writer:
             for page in range(first_whole, extent.stop // PAGE_TOKENS):
                 self._pool.unclaim(page)
         self._room = kept
-        self._last_page = kept[-1].stop // PAGE_TOKENS - 1 if kept else None
 
     def close(self) -> None:
         """Give back everything not filled."""
@@ -75,7 +76,7 @@ class Writer:
         for extent in self._room:
             self._pool.unclaim(extent.start // PAGE_TOKENS)
         self._room.clear()
-        self._last_page = None
+        self._last_filled_page = None
 
     def _unclaim_filled(self, part: Extent) -> None:
         """A page whose last slot is filled needs no claim: its tokens hold it."""

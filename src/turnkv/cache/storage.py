@@ -59,11 +59,10 @@ class KVStorage:
     def bytes_of(self, extents: Sequence[Extent]) -> bytes:
         """A copy of the KV in these slots, for comparing bit by bit."""
         parts = []
-        for keys, values in zip(self.keys, self.values, strict=True):
-            for extent in extents:
-                for tensor in (keys, values):
-                    part = tensor[:, extent.start : extent.stop].contiguous().view(torch.uint8)
-                    parts.append(part.cpu().numpy().tobytes())
+        for tensor in (*self.keys, *self.values) if extents else ():
+            # Joined first, so that equal tokens give equal bytes however they are spread over extents.
+            part = torch.cat([tensor[:, extent.start : extent.stop] for extent in extents], dim=1)
+            parts.append(part.view(torch.uint8).cpu().numpy().tobytes())
         return b"".join(parts)
 
 

@@ -62,7 +62,7 @@ def _attend_sequence(query: Tensor, keys: Tensor, values: Tensor, plan: KeyPlan,
             if out is None or lse is None:
                 out, lse = part_out, part_lse
             else:
-                out, lse = merge_attention(out.float(), lse, part_out.float(), part_lse)
+                out, lse = merge_attention(out.to(lse.dtype), lse, part_out.to(lse.dtype), part_lse)
     if out is None or lse is None:
         return torch.zeros_like(query)
     if layer.sinks is not None:
@@ -73,7 +73,8 @@ def _attend_sequence(query: Tensor, keys: Tensor, values: Tensor, plan: KeyPlan,
 def _attend_part(  # noqa: PLR0913 - the arguments of the fused kernel
     query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, is_causal: bool, layer: LayerAttention
 ) -> tuple[Tensor, Tensor]:
-    """One fused call: normalised output [H, T, D] and its log-sum-exp [H, T], float32."""
+    """One fused call: normalised output [H, T, D] and its log-sum-exp [H, T], float32 (float64 stays)."""
+    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
     if hidden is None:
         out, lse = _flash(query[None], key[None], value[None], 0.0, is_causal, scale=layer.scale)
         return out[0], lse[0]

@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
+from decimal import Decimal
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def load_policy(name_or_path: str) -> Policy:
     """The preset of this name, or the policy that a TOML file holds.
 
     Raises:
-        InvalidFileError: there is neither, or the file is no TOML.
+        InvalidFileError: there is neither, or the file cannot be read or is no TOML.
         InvalidConfigError: a section, key or value is not understood.
     """
     if name_or_path in preset_names():
@@ -39,6 +40,8 @@ def load_policy(name_or_path: str) -> Policy:
         return parse_policy(path.stem, path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidFileError(f"{path}: not TOML: {error}; see docs/policies.md for the form") from None
+    except OSError as error:
+        raise InvalidFileError(f"{path}: cannot be read: {error.strerror}; see to its permissions") from None
 
 
 def parse_policy(name: str, text: str) -> Policy:
@@ -70,7 +73,7 @@ def parse_size(field: str, value: object) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if match is None or match[2] not in _UNITS or isinstance(value, bool):
         raise InvalidConfigError(field, value, "is no size", remedy='give a number of bytes or one such as "2GiB"')
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
 def _table(sections: Mapping[str, Any], name: str) -> dict[str, Any] | None:

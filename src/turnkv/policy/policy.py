@@ -68,7 +68,7 @@ class Keep:
         for index, pattern in enumerate(self.pinned):
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise InvalidConfigError(
                     f"keep.pinned[{index}]", pattern, str(error), remedy="give a Python regular expression"
                 ) from None

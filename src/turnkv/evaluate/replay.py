@@ -1,0 +1,227 @@
+"""Replays: recorded sessions run through an engine, request by request, as their client would have sent them."""
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from turnkv.config import SamplingParams
+from turnkv.engine import Engine, Reply, Score
+from turnkv.engine.journal import dump_journal
+from turnkv.errors import TurnKVError
+from turnkv.evaluate.results import ReplayResult, RequestResult, SessionResult, write_atomically
+from turnkv.evaluate.sessions import RecordedSession
+from turnkv.types import SessionId
+
+Mode = Literal["score", "generate"]
+
+Progress = Callable[[RecordedSession, int], None]
+"""Told a session and how many of its requests are done."""
+
+
+def replay_session(  # noqa: PLR0913 - the replay's own settings
+    engine: Engine,
+    session: RecordedSession,
+    *,
+    mode: Mode = "score",
+    max_new_tokens: int = 64,
+    progress: Progress = lambda session, done: None,
+    journal: Callable[[str], None] | None = None,
+) -> SessionResult:
+    """Run every request of one session. `score` feeds the recorded replies; `generate` writes its own beside them.
+
+    In either mode the history that the client sends is the recorded one; so a generated reply is measured, then
+    the recorded one takes its place, as after a client's edit.
+    """
+    results: list[RequestResult] = []
+    session_id: SessionId | None = None
+    error: str | None = None
+    held: list[SessionId] = []
+    for done, index in enumerate(session.requests):
+        try:
+            if mode == "score":
+                score = engine.score(session.messages[: index + 1], session.tools, session_id=session_id)
+                results.append(_scored(score))
+                session_id = score.session_id
+            else:
+                sampling = SamplingParams(max_new_tokens=max_new_tokens)
+                reply = engine.respond(
+                    session.messages[:index], session.tools, sampling=sampling, session_id=session_id
+                )
+                results.append(_generated(reply))
+                session_id = reply.session_id
+        except TurnKVError as problem:
+            error = str(problem)
+            break
+        if session_id not in held:
+            held.append(session_id)
+        progress(session, done + 1)
+    if journal is not None and session_id is not None:
+        journal(dump_journal(engine.session(session_id).journal))
+    for each in held:
+        engine.close_session(each)
+    return SessionResult(id=session.id, turns=tuple(results), error=error)
+
+
+def replay(  # noqa: PLR0913 - the replay's own settings
+    engine: Engine,
+    sessions: Sequence[RecordedSession],
+    *,
+    mode: Mode = "score",
+    out: Path | None = None,
+    journal: Path | None = None,
+    max_new_tokens: int = 64,
+    progress: Progress = lambda session, done: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> ReplayResult:
+    """Replay sessions one after another; with `out`, a killed run is continued after its last whole session.
+
+    Raises:
+        TurnKVError: a result cannot be written. Earlier ones are kept.
+    """
+    settings = _settings(engine, mode)
+    kept = _Unfinished(out, {**settings, "date": "", "policy": engine.policy.describe(), "model": engine.name})
+    finished = {result.id: result for result in kept.read(say)}
+    wall_s = kept.wall_s
+    for session in sessions:
+        if session.id in finished:
+            progress(session, len(session.requests))
+            continue
+        started_s = time.perf_counter()
+        result = replay_session(
+            engine,
+            session,
+            mode=mode,
+            max_new_tokens=max_new_tokens,
+            progress=progress,
+            journal=None if journal is None else lambda text, s=session: _write_journal(journal, s, sessions, text),  # type: ignore[misc]
+        )
+        finished[session.id] = result
+        wall_s += time.perf_counter() - started_s
+        kept.write(result, wall_s)
+    whole = ReplayResult(
+        model=engine.name,
+        policy=engine.policy.name,
+        sessions=tuple(finished[session.id] for session in sessions),
+        wall_s=wall_s,
+        mode=mode,
+        versions={name: version(name) for name in ("turnkv", "torch", "transformers")},
+        settings=settings,
+    )
+    if out is not None:
+        whole.write_json(out)
+        kept.remove()
+    return whole
+
+
+class _Unfinished:
+    """The sessions that a run has finished so far, beside its output, for a run that was killed to go on from."""
+
+    def __init__(self, out: Path | None, settings: dict[str, object]) -> None:
+        self._path = None if out is None else out.with_name(f"{out.name}.unfinished")
+        self._mark = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self._lines: list[str] = []
+        self.wall_s = 0.0
+
+    def read(self, say: Callable[[str], None]) -> Iterator[SessionResult]:
+        if self._path is None or not self._path.exists():
+            return
+        for line in self._path.read_text("utf-8").splitlines():
+            try:
+                raw = json.loads(line)
+                is_same, result = raw["mark"] == self._mark, SessionResult.from_json(raw["session"])
+            except (ValueError, KeyError, TypeError, TurnKVError):
+                break  # the last line may be torn; what follows is computed again
+            if not is_same:
+                say(f"{self._path}: left by a run with other settings; starting anew")
+                self._lines.clear()
+                return
+            self._lines.append(line)
+            self.wall_s = float(raw["wall_s"])
+            yield result
+        say(f"continuing a run that was interrupted: {len(self._lines)} sessions are done, the rest is run again")
+
+    def write(self, result: SessionResult, wall_s: float) -> None:
+        if self._path is None:
+            return
+        entry = {"mark": self._mark, "wall_s": wall_s, "session": result.to_json()}
+        self._lines.append(json.dumps(entry, ensure_ascii=False))
+        write_atomically(self._path, "\n".join(self._lines) + "\n")
+
+    def remove(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _scored(score: Score) -> RequestResult:
+    usage = score.usage
+    return RequestResult(
+        turn=usage.turn,
+        kind=usage.kind,
+        prompt_tokens=usage.prompt_tokens,
+        computed_tokens=usage.computed_tokens,
+        cached_tokens=usage.cached_tokens,
+        dropped_tokens=usage.dropped_tokens,
+        noted_tokens=usage.noted_tokens,
+        kv_bytes=usage.kv_bytes,
+        ttft_s=usage.ttft_s,
+        nll=score.nll,
+        scored_tokens=usage.reply_tokens,
+        dropped_turns=usage.dropped_turns,
+        top1=sum(score.is_top) / len(score.is_top),
+    )
+
+
+def _generated(reply: Reply) -> RequestResult:
+    usage = reply.usage
+    return RequestResult(
+        turn=usage.turn,
+        kind=usage.kind,
+        prompt_tokens=usage.prompt_tokens,
+        computed_tokens=usage.computed_tokens,
+        cached_tokens=usage.cached_tokens,
+        dropped_tokens=usage.dropped_tokens,
+        noted_tokens=usage.noted_tokens,
+        kv_bytes=usage.kv_bytes,
+        ttft_s=usage.ttft_s,
+        nll=None,
+        scored_tokens=0,
+        dropped_turns=usage.dropped_turns,
+        reply=reply.message.content or json.dumps(reply.message.to_openai().get("tool_calls"), ensure_ascii=False),
+    )
+
+
+def _settings(engine: Engine, mode: Mode) -> dict[str, object]:
+    return {
+        "mode": mode,
+        "policy": engine.policy.describe(),
+        "dtype": str(engine.runner.dtype).removeprefix("torch."),
+        "budget_bytes": engine.stats.budget_bytes,
+        "max_step_tokens": engine.config.max_step_tokens,
+        "threads": torch.get_num_threads(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count() or 0,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _write_journal(path: Path, session: RecordedSession, sessions: Sequence[RecordedSession], text: str) -> None:
+    """One session's journal goes to the file itself; several go to one file each, named after the sessions."""
+    name = path if len(sessions) == 1 else path.with_name(f"{path.stem}-{session.id}{path.suffix}")
+    write_atomically(name, text)

@@ -1,0 +1,15 @@
+"""All tolerances of the tests of kernels, in one place: largest absolute difference from float64, by dtype.
+
+They hold for values of about unit size: keys, values and queries drawn from the unit normal distribution.
+"""
+
+import torch
+
+ATTEND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+"""An attention body, offsets up to some hundreds included."""
+
+ROTATE = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""A rotation by up to 1000 positions: the angle alone is rounded to 1000 * 2**-24 in float32."""
+
+MERGE = {torch.float64: 1e-14, torch.float32: 1e-6}
+"""Two partial softmaxes put together, as the docstring of `merge_attention` promises."""
