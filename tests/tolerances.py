@@ -13,3 +13,6 @@ ROTATE = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch
 
 MERGE = {torch.float64: 1e-14, torch.float32: 1e-6}
 """Two partial softmaxes put together, as the docstring of `merge_attention` promises."""
+
+LOGITS = 1e-4
+"""A tiny model's logits (spread about 1.2) in float32, against Hugging Face's or the masked oracle's."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ class Cache(RuleBasedStateMachine):
         slots = [slot for extent in extents for slot in range(extent.start, extent.stop)]
         assert len(slots) == len(set(slots)) == count
         assert self.payload.keys().isdisjoint(slots)
-        assert all(a.stop != b.start for a, b in zip(extents, extents[1:], strict=False))
+        assert all(a.stop != b.start for a, b in pairwise(extents))
         if session.last_slot is not None:
             assert slots[0] == session.last_slot + 1
         session.room -= count

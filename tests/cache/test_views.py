@@ -50,7 +50,9 @@ def test_closed_ranks_lie_at_consecutive_positions_from_zero(lengths: list[int],
 
 
 @given(st.integers(4, 60), gaps, st.data())
-def test_a_fold_keeps_every_token_within_three_quarters(num_positions: int, gaps: list[int], data: st.DataObject) -> None:
+def test_a_fold_keeps_every_token_within_three_quarters(
+    num_positions: int, gaps: list[int], data: st.DataObject
+) -> None:
     quarter = max_segment_tokens(num_positions)
     view = view_of(data.draw(st.lists(st.integers(1, quarter), max_size=14)), gaps)
     folded = view.folded(num_positions)

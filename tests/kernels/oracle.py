@@ -41,7 +41,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class KnownSequence:
     """One sequence as the oracle sees it: keys in order, of which the last `num_new` belong to its queries."""
 
     keys: tuple[Key, ...]
@@ -75,7 +75,7 @@ class Batch:
     keys: Tensor
     values: Tensor
     views: list[SequenceView]
-    sequences: list[Sequence_]
+    sequences: list[KnownSequence]
 
 
 def build(
@@ -112,7 +112,7 @@ def build(
         runs = tuple(Run(start, length, position, offset) for start, (_, length, position, offset) in own)
         listed = tuple(Key(r.slot + i, r.position + i, r.offset) for r in runs for i in range(r.length))
         views.append(SequenceView(runs, row, num_new, CPU))
-        known.append(Sequence_(listed, num_new))
+        known.append(KnownSequence(listed, num_new))
         slots = [key.slot for key in listed]
         keys[:, slots] = torch.randn(shape.num_kv_heads, len(slots), shape.key_dim, generator=random).to(dtype)
         values[:, slots] = torch.randn(shape.num_kv_heads, len(slots), shape.value_dim, generator=random).to(dtype)

@@ -1,8 +1,4 @@
-"""Tiny model files, and a temporary cache for every test but those of the prepared default model."""
-
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+"""Tiny model files, and where turnkv's cache lies in the test's temporary home."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +15,10 @@ MERGES = ["Ġ Ġ", "Ġ t", "h e", "Ġt he", "1 2"]
 GgufMaker = Callable[..., Path]
 
 
-@pytest.fixture(autouse=True)
-def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path | None:
-    """Points turnkv's cache into the test's own folder."""
-    if request.node.get_closest_marker("default_model"):
-        return None
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "turnkv"
+@pytest.fixture
+def cache(home: Path | None) -> Path | None:
+    """turnkv's cache, in the test's own home."""
+    return None if home is None else home / ".cache" / "turnkv"
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ class PagePool:
 
     def check(self) -> None:
         """Assert what always holds."""
-        free = set()
+        free: set[int] = set()
         for start, length in self._free_runs.items():
             assert length > 0
             assert self._free_starts[start + length] == start

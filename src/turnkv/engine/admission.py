@@ -40,7 +40,7 @@ def admit(  # noqa: PLR0913 - an engine's parts, which admission is the meeting 
         table.take_back(request)
         return False
     if limits.max_positions is not None and session.next_position + needed > limits.max_positions:
-        session.close_ranks()
+        session.close_ranks(limits.max_positions)
     prompt = sum(len(record.tokens) for record in session.records)
     gone = sum(len(record.tokens) for record in session.records if record.is_dropped)
     request.admission = Admission(

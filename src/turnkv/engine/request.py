@@ -147,7 +147,7 @@ class Request(ABC):
         assert session is not None
         count = min(max_tokens, len(self._todo) - self._cursor, self._max_rows())
         if session.max_positions is not None:
-            if session.next_position == session.max_positions:
+            if session.next_position >= session.max_positions:
                 session.fold()
             count = min(count, session.max_positions - session.next_position)
         part = self._todo[self._cursor : self._cursor + count]

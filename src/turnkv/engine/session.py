@@ -168,9 +168,10 @@ class Session:
         entry = self.records[record]
         return 0 if entry.is_dropped else entry.num_held + len(entry.tokens) - entry.num_computed
 
-    def close_ranks(self) -> None:
-        """Let the survivors lie at consecutive positions again; keys stay as they are."""
-        self._shift(View.closed_up, "close_ranks")
+    def close_ranks(self, max_positions: int) -> None:
+        """Let the survivors lie at consecutive positions again, if that many are fewer than the model has."""
+        if self.view.num_tokens < max_positions:
+            self._shift(View.closed_up, "close_ranks")
 
     def fold(self) -> None:
         """Make room for a quarter more positions by letting the middle of the view share positions."""
@@ -228,7 +229,10 @@ class Session:
 
     def _shift(self, change: Callable[[View], View], reason: str) -> None:
         before = {entry.segment.key: entry.offset for entry in self.view.entries}
-        self.view = change(self.view)
+        changed = change(self.view)
+        if changed == self.view:
+            return
+        self.view = changed
         moved = tuple((e.segment.key, e.offset) for e in self.view.entries if before[e.segment.key] != e.offset)
         self.journal.append(Shift(reason, moved, self.view.next_position))
 

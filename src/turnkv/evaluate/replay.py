@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,21 @@ Progress = Callable[[RecordedSession, int], None]
 """Told a session and how many of its requests are done."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A request that was just replayed; the engine holds its session, the reply included."""
+
+    session: RecordedSession
+    index: int
+    """Of the assistant message in the session."""
+    session_id: SessionId
+    result: RequestResult
+
+
+AfterRequest = Callable[[Answered], None]
+"""Called after each request. It may fork the session by asking the engine something, if it closes the fork."""
+
+
 def replay_session(  # noqa: PLR0913 - the replay's own settings
     engine: Engine,
     session: RecordedSession,
@@ -34,6 +50,7 @@ def replay_session(  # noqa: PLR0913 - the replay's own settings
     mode: Mode = "score",
     max_new_tokens: int = 64,
     progress: Progress = lambda session, done: None,
+    after_request: AfterRequest = lambda answered: None,
     journal: Callable[[str], None] | None = None,
 ) -> SessionResult:
     """Run every request of one session. `score` feeds the recorded replies; `generate` writes its own beside them.
@@ -63,6 +80,7 @@ def replay_session(  # noqa: PLR0913 - the replay's own settings
             break
         if session_id not in held:
             held.append(session_id)
+        after_request(Answered(session=session, index=index, session_id=session_id, result=results[-1]))
         progress(session, done + 1)
     if journal is not None and session_id is not None:
         journal(dump_journal(engine.session(session_id).journal))
@@ -80,6 +98,7 @@ def replay(  # noqa: PLR0913 - the replay's own settings
     journal: Path | None = None,
     max_new_tokens: int = 64,
     progress: Progress = lambda session, done: None,
+    after_request: AfterRequest = lambda answered: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> ReplayResult:
     """Replay sessions one after another; with `out`, a killed run is continued after its last whole session.
@@ -102,6 +121,7 @@ def replay(  # noqa: PLR0913 - the replay's own settings
             mode=mode,
             max_new_tokens=max_new_tokens,
             progress=progress,
+            after_request=after_request,
             journal=None if journal is None else lambda text, s=session: _write_journal(journal, s, sessions, text),  # type: ignore[misc]
         )
         finished[session.id] = result

@@ -79,6 +79,7 @@ class KeyPlan:
 
     @staticmethod
     def of(sequence: SequenceView, window: int | None) -> "KeyPlan":
+        """Plan what the sequence's queries read in a layer with this window."""
         if not sequence.runs:
             return KeyPlan((), 0, None)
         queries = sequence.query_positions

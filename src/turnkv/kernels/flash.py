@@ -16,7 +16,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
     T query tokens, H query heads, E value dim. out_*: [H, T, E], normalised within its own set, finite.
     lse_*: [H, T], natural log of the sum of exponentials; -inf marks an empty set.
-    Where both sets are empty, out is 0 and lse is -inf. Error: below 1e-6 for unit-normal float32 (test_attend.py).
+    Where both sets are empty, out is 0 and lse is -inf. Error: below 1e-6 for unit-normal float32 (test_merge.py).
     Source: Milakov & Gimelshein, arXiv:1805.02867.
     """
     lse = torch.logaddexp(lse_a, lse_b)
@@ -27,9 +27,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
 
 @register("flash")
-def attend(
-    query: Tensor, keys: Tensor, values: Tensor, batch: Sequence[SequenceView], layer: LayerAttention
-) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, batch: Sequence[SequenceView], layer: LayerAttention) -> Tensor:
     """Attention by torch's flash kernel; see the contract. What that kernel cannot do, the reference does."""
     if layer.softcap is not None or keys.shape[-1] != values.shape[-1] or query.device.type != "cpu":
         return reference.attend(query, keys, values, batch, layer)
@@ -70,7 +68,7 @@ def _attend_sequence(query: Tensor, keys: Tensor, values: Tensor, plan: KeyPlan,
     return out.to(query.dtype)
 
 
-def _attend_part(  # noqa: PLR0913 - the arguments of the fused kernel
+def _attend_part(
     query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, is_causal: bool, layer: LayerAttention
 ) -> tuple[Tensor, Tensor]:
     """One fused call: normalised output [H, T, D] and its log-sum-exp [H, T], float32 (float64 stays)."""

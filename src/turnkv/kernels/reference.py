@@ -12,9 +12,7 @@ QUERY_BLOCK = 128
 
 
 @register("reference")
-def attend(
-    query: Tensor, keys: Tensor, values: Tensor, batch: Sequence[SequenceView], layer: LayerAttention
-) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, batch: Sequence[SequenceView], layer: LayerAttention) -> Tensor:
     """Attention by the book; see the contract. Serves every layer, at the price of reading keys as float32."""
     out = query.new_zeros(*query.shape[:2], values.shape[-1])
     for sequence in batch:
@@ -28,7 +26,7 @@ def attend(
     return out
 
 
-def _attend_block(  # noqa: PLR0913 - the contract's arguments, and where the block lies
+def _attend_block(  # noqa: PLR0913, PLR0917 - the contract's arguments, and where the block lies
     query: Tensor,
     keys: Tensor,
     values: Tensor,
