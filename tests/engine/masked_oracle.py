@@ -94,7 +94,7 @@ class _Oracle:
         if options.get("sliding_window") is not None:
             visible &= distance < options["sliding_window"]
         scores = torch.einsum("htd,hsd->hts", query, key)
-        for offset in self.account.offsets.unique().tolist():
+        for offset in set(self.account.offsets.flatten().tolist()):
             if offset:
                 turned = self._rotated(module, key, offset)
                 scores = torch.where(
@@ -116,9 +116,8 @@ class _Oracle:
             return key
         rotary = self.model.model.rotary_emb
         at = torch.tensor([[distance]])
-        layer_types = getattr(config, "layer_types", None)
         if config.model_type == "gemma3_text":
-            cos, sin = rotary(key[None], at, layer_types[module.layer_idx])
+            cos, sin = rotary(key[None], at, config.layer_types[module.layer_idx])
         else:
             cos, sin = rotary(key[None], at)
         norm = (cos[0, 0, 0] ** 2 + sin[0, 0, 0] ** 2).sqrt()

@@ -12,7 +12,7 @@ from turnkv.errors import OutOfPositionsError, OverBudgetError
 from turnkv.policy import Policy
 
 
-def admit(  # noqa: PLR0913 - an engine's parts, which admission is the meeting of
+def admit(
     request: Request, policy: Policy, table: SessionTable, renderer: Renderer, limits: Limits, model: str
 ) -> bool:
     """Prepare a request's session so that it can be computed to its end; False if room is short for now.
@@ -94,7 +94,7 @@ def _refuse_overlong(request: Request, session: Session, plan: Plan, policy: Pol
     over = plan.total_tokens - limits.max_tokens
     if over > 0 and not request.shorten(over):
         raise OverBudgetError(
-            f"{_where(session.messages)}: {plan.total_tokens:,} tokens of KV would be held, and the budget has room for "
+            f"{_where(session.messages)}: {plan.total_tokens:,} tokens of KV are needed, and the budget has room for "
             f"{limits.max_tokens:,}; raise the KV budget{_advice(policy)}"
         )
     if limits.max_positions is None:

@@ -260,7 +260,9 @@ class Engine:
             message=message,
             tokens=tuple(request.tokens),
             logprobs=tuple(request.logprobs),
-            finish_reason="tool_calls" if message.tool_calls and request.finish_reason == "stop" else request.finish_reason,
+            finish_reason="tool_calls"
+            if message.tool_calls and request.finish_reason == "stop"
+            else request.finish_reason,
             usage=request.usage(message, self.runner.token_bytes, len(request.tokens)),
             session_id=request.session.id,
         )

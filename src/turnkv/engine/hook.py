@@ -33,7 +33,7 @@ def step_in_progress(step: AttentionStep) -> Iterator[None]:
         _STEP.reset(token)
 
 
-def _attention(  # noqa: PLR0913 - the signature is transformers' own
+def _attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

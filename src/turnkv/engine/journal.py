@@ -114,4 +114,6 @@ def load_journal(path: Path) -> list[Event]:
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return (
+        tuple(_frozen(item) for item in value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    )

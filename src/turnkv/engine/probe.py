@@ -74,7 +74,7 @@ def _frequencies(model: Any) -> list[Tensor]:
 
 
 def _probed(near: tuple[Any, ...], far: tuple[Any, ...], frequencies: list[Tensor]) -> ProbedLayer:
-    query, key, value, options = near
+    _, key, value, options = near
     sinks = options.get("s_aux")
     is_known, rotation = _rotation(near, far, frequencies)
     return ProbedLayer(

@@ -232,9 +232,11 @@ class Generation(Request):
 
     @property
     def reply_room(self) -> int:
+        """The reply at its longest."""
         return self.max_new_tokens
 
     def shorten(self, num_tokens: int) -> bool:
+        """End the reply earlier, by length; it has at least one token."""
         if self.max_new_tokens <= num_tokens:
             return False
         self.max_new_tokens -= max(0, num_tokens)
@@ -242,6 +244,7 @@ class Generation(Request):
 
     @property
     def is_decoding(self) -> bool:
+        """Whether the prompt is through."""
         return self.ttft_s is not None
 
     def _take_first(self, logits: Tensor) -> None:
@@ -302,6 +305,7 @@ class Scoring(Request):
 
     @property
     def reply_room(self) -> int:
+        """The recorded reply."""
         return len(self.body)
 
     def _take_first(self, logits: Tensor) -> None:
@@ -334,4 +338,3 @@ class Scoring(Request):
 
     def _max_rows(self) -> int:
         return len(self._todo) if self.ttft_s is None else MAX_SCORED_ROWS
-

@@ -1,7 +1,7 @@
 """Restoring: a journal makes its session's view again, by the same forward passes."""
 
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import chain, repeat
 
 from turnkv.cache import KVStorage
 from turnkv.engine.journal import Drop, Event, Extend, Fork, Open, Pin, Shift
@@ -62,7 +62,7 @@ def _compute(event: Extend, session: Session, table: SessionTable, runner: Model
     if not table.reserve(session, len(tokens)):
         raise OverBudgetError("the journal's view does not fit into the KV budget; raise it")
     start = 0
-    for size in (size for size, times in event.chunks for size in repeat(size, times)):
+    for size in chain.from_iterable(repeat(size, times) for size, times in event.chunks):
         part = tokens[start : start + size]
         position, past, new = session.extend(part)
         runner.run(storage, [Chunk([token for _, token in part], position, past, new, "none")])

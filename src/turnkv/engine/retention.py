@@ -68,9 +68,7 @@ def plan_drops(session: Session, policy: Policy, reply_tokens: int, limits: Limi
         )
     decisions = decide(
         policy,
-        Snapshot(
-            turns=snapshots, total_tokens=total, max_tokens=limits.num_tokens, token_bytes=limits.token_bytes
-        ),
+        Snapshot(turns=snapshots, total_tokens=total, max_tokens=limits.num_tokens, token_bytes=limits.token_bytes),
     )
     drops = tuple(_planned(session, turns[drop.turn], drop, spared) for drop in decisions)
     gone = sum(session.num_droppable(index) for drop in drops for index in drop.records)

@@ -104,7 +104,8 @@ class ModelRunner:
         step = _Step(self, storage, chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
         positions = [chunk.position + i for chunk in chunks for i in range(len(chunk.tokens))]
-        kept, counts, row = [], [], 0
+        kept: list[int] = []
+        counts, row = [], 0
         for chunk in chunks:
             stop = row + len(chunk.tokens)
             rows = {"none": range(0), "last": range(stop - 1, stop), "all": range(row, stop)}[chunk.keep]

@@ -191,7 +191,8 @@ class Session:
 
     def fork_from(self, parent: "Session", num_records: int) -> None:
         """Begin as another session was after its first records: the same segments, shared; drops are inherited."""
-        assert not self.records and not parent._open
+        assert not self.records
+        assert not parent._open
         self.records = [record.copy() for record in parent.records[:num_records]]
         kept = {segment for record in self.records for segment in record.segments}
         entries = tuple(entry for entry in parent.view.entries if entry.segment in kept)

@@ -1,1 +1,1 @@
-"""Measurements and reports over an engine: replays of recorded sessions and what they cost; it never changes how the engine works."""
+"""Measurements and reports over an engine: replays and what they cost; it never changes how the engine works."""
