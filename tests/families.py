@@ -14,6 +14,10 @@ CHAT_TEMPLATE = (
 )
 
 
+NEAR_TIES: dict[str, tuple[int, int]] = {}
+"""By family: greedy choices whose first two logits lie within 1e-3, where two engines may differ, and tokens in all."""
+
+
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with a ChatML template; one token a byte, so that texts give many tokens."""
     tokenizer = Tokenizer(models.BPE())

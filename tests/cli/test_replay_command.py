@@ -93,13 +93,14 @@ def test_a_killed_replay_goes_on_where_it_stopped(
     whole, out = tmp_path / "whole.json", tmp_path / "r.json"
     assert turnkv("replay", sessions, "--json", whole).exit_code == 0
     code = (
-        "import os, signal, sys, turnkv.evaluate.replay as replay\n"
-        "answered, kept = [], replay._scored\n"
-        "def scored(score):\n"
-        "    answered.append(score)\n"
-        "    if len(answered) == 9: os.kill(os.getpid(), signal.SIGKILL)\n"  # in the middle of the second session
-        "    return kept(score)\n"
-        "replay._scored = scored\n"
+        "import os, signal\n"
+        "from turnkv.engine import Engine\n"
+        "calls, score = [], Engine.score\n"
+        "def dying(*arguments, **options):\n"
+        "    calls.append(arguments)\n"
+        "    if len(calls) == 9: os.kill(os.getpid(), signal.SIGKILL)\n"  # in the middle of the second session
+        "    return score(*arguments, **options)\n"
+        "Engine.score = dying\n"
         "from turnkv.cli import main\n"
         "main()"
     )

@@ -1,25 +1,18 @@
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conversation.templates import FAMILIES
+from tests.shared_data import shared_file
 
 from turnkv.conversation.messages import parse_messages
 from turnkv.conversation.rendering import Renderer
 from turnkv.conversation.tools import parse_tools
 from turnkv.conversation.turns import group_turns, head_length
 
-SESSIONS = Path(__file__).resolve().parents[3] / "shared" / "data" / "agent_sessions.jsonl"
-
 
 def sessions() -> list[dict[str, Any]]:
-    if not SESSIONS.exists():
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must have {SESSIONS}")
-        pytest.skip(f"NOT TESTED: the agent conversations are missing at {SESSIONS}")
-    return [json.loads(line) for line in SESSIONS.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in shared_file("agent_sessions.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.shared_data

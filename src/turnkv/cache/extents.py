@@ -24,6 +24,11 @@ class Writer:
         """Slots reserved and not yet filled."""
         return sum(len(extent) for extent in self._room)
 
+    @property
+    def pages(self) -> set[int]:
+        """Pages with slots reserved and not yet filled."""
+        return {page for extent in self._room for page in extent.pages}
+
     def num_pages_needed(self, num_tokens: int) -> int:
         """Pages that `reserve(num_tokens)` would claim."""
         return -(-max(0, num_tokens - self.room_tokens) // PAGE_TOKENS)

@@ -17,6 +17,11 @@ class Extent:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @property
+    def pages(self) -> range:
+        """Pages that it touches."""
+        return range(self.start // PAGE_TOKENS, (self.stop - 1) // PAGE_TOKENS + 1)
+
 
 class PagePool:
     """Knows of each page how many of its slots hold tokens and whether a writer has claimed it.

@@ -130,6 +130,9 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter an option
         Path | None, typer.Option(metavar="OUT", help="Write the journals; several sessions, a file each.")
     ] = None,
     report: Annotated[Path | None, typer.Option(metavar="OUT.html", help="Write a report page.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Compute nothing: what would be held and dropped, in seconds.")
+    ] = False,
     model: ModelOption = None,
     policy: PolicyOption = "window",
     dtype: DtypeOption = Dtype.BFLOAT16,
@@ -142,7 +145,7 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter an option
     """
     from turnkv.cli.replay import Outputs, run_replay  # noqa: PLC0415 (it imports torch)
 
-    options = EngineOptions(model=model, policy=policy, dtype=dtype, budget=budget, threads=threads)
+    options = EngineOptions(model=model, policy=policy, dtype=dtype, budget=budget, threads=threads, is_dry=dry_run)
     outputs = Outputs(json=json, journal=journal, report=report)
     is_whole = run_replay(
         options, file, limit=limit, ids=ids, mode=mode, max_new_tokens=max_new_tokens, outputs=outputs

@@ -72,6 +72,7 @@ class EngineOptions:
     dtype: Dtype
     budget: str
     threads: int | None
+    is_dry: bool = False
 
     def load_engine(self, say: Callable[[str], None]) -> "Engine":
         """Check the options, then load the model; `say` gets a line for each step of work.
@@ -91,5 +92,6 @@ class EngineOptions:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         cache = CacheConfig(budget_bytes=budget_bytes)
-        say(f"loading {self.model or 'SmolLM2-135M-Instruct'} in {self.dtype}")
-        return Engine.load(self.model, policy=policy, dtype=self.dtype, cache=cache, progress=say)
+        if not self.is_dry:
+            say(f"loading {self.model or 'SmolLM2-135M-Instruct'} in {self.dtype}")
+        return Engine.load(self.model, policy=policy, dtype=self.dtype, cache=cache, is_dry=self.is_dry, progress=say)

@@ -1,8 +1,11 @@
 """Admission: a request gets a session, the policy's drops, and all the room it may need, or nothing at all."""
 
+from collections.abc import Sequence
+
 from turnkv.conversation.messages import Message
 from turnkv.conversation.rendering import Renderer
 from turnkv.conversation.turns import group_turns, head_length
+from turnkv.engine.journal import Open
 from turnkv.engine.matching import best_match, head_key
 from turnkv.engine.request import Admission, Generation, Request
 from turnkv.engine.retention import Limits, Plan, plan_drops
@@ -10,6 +13,7 @@ from turnkv.engine.session import Record, Session
 from turnkv.engine.table import SessionTable
 from turnkv.errors import OutOfPositionsError, OverBudgetError
 from turnkv.policy import Policy
+from turnkv.types import Role
 
 
 def admit(
@@ -22,19 +26,30 @@ def admit(
         OutOfPositionsError, OverBudgetError: the conversation cannot be held even alone. Nothing has changed.
         UnknownSessionError: the request names a session that is not held.
     """
+    candidates = tuple(table) if request.session_id is None else (table.get(request.session_id),)
     try:
-        session = _begin(request, table, renderer, policy, model)
-        plan = plan_drops(session, policy, request.reply_room, limits)
-        _refuse_overlong(request, session, plan, policy, limits)
+        # The second time afresh: drops leave holes in pages, so a session may not fit although its tokens would.
+        for known in (candidates, ()):
+            session = _begin(request, known, table, renderer, Open("", model, policy.name))
+            plan = plan_drops(session, policy, request.reply_room, limits)
+            _refuse_overlong(request, session, plan, policy, limits)
+            if table.can_hold(session, plan, request.reply_room):
+                break
+            table.take_back(request)
+        return _start(request, session, plan, policy, table, limits)
     except BaseException:
         table.take_back(request)
         raise
+
+
+def _start(request: Request, session: Session, plan: Plan, policy: Policy, table: SessionTable, limits: Limits) -> bool:
+    """Carry out the plan; False, and the session as before save for turns dropped, if room is short for now."""
     num_events = len(session.journal) + len(plan.drops)
     for drop in plan.drops:
         session.drop(drop.turn, drop.records, policy.name)
         request.dropped_turns.add(drop.turn)
     todo = session.pending()
-    assert todo, "there is always a token to compute"
+    assert len(todo) == plan.new_tokens > 0, "there is always a token to compute"
     needed = len(todo) + request.reply_room
     if not table.reserve(session, needed):
         table.take_back(request)
@@ -57,17 +72,21 @@ def admit(
     return True
 
 
-def _begin(request: Request, table: SessionTable, renderer: Renderer, policy: Policy, model: str) -> Session:
+def _begin(
+    request: Request, candidates: Sequence[Session], table: SessionTable, renderer: Renderer, opening: Open
+) -> Session:
     """Continue, fork or open a session, and append what the request brings; computes nothing."""
     num_systems = head_length(request.messages)
     systems, messages = request.messages[:num_systems], request.messages[num_systems:]
     header = renderer.generation_header(messages[-1])
-    candidates = table if request.session_id is None else [table.get(request.session_id)]
-    head = head_key(systems, request.tools)
-    match = best_match(candidates, head, messages)
+    key = head_key(systems, request.tools)
+    match = best_match(candidates, key, messages)
     num_known = 0 if match is None else match.num_messages
     if num_known == len(messages) and not header:
         num_known -= 1  # the reply's first logits come from the last message itself
+    # All that may be refused comes before anything changes.
+    head = renderer.head(systems, request.tools) if match is None else ()
+    rendered = renderer.render(request.messages, request.tools, start=num_systems + num_known)
     if match is not None and match.is_whole and num_known == match.num_messages:
         session = match.session
         request.num_records_before = len(session.records)
@@ -76,13 +95,12 @@ def _begin(request: Request, table: SessionTable, renderer: Renderer, policy: Po
         if match is not None:
             session.fork_from(match.session, num_known + 1)
         else:
-            session.open(model, policy.name)
-            session.head_key = head
-            session.records.append(Record(None, list(renderer.head(systems, request.tools))))
+            session.open(opening.model, opening.policy)
+            session.head_key = key
+            session.records.append(Record(None, list(head)))
         request.num_records_before = 0
     session.is_busy = True
     request.session = session
-    rendered = renderer.render(request.messages, request.tools, start=num_systems + num_known)
     for message, tokens in zip(messages[num_known:], rendered, strict=True):
         session.records.append(Record(message, list(tokens.tokens), tokens.header_tokens))
     session.records.append(Record(None, list(header), len(header)))
@@ -91,28 +109,31 @@ def _begin(request: Request, table: SessionTable, renderer: Renderer, policy: Po
 
 def _refuse_overlong(request: Request, session: Session, plan: Plan, policy: Policy, limits: Limits) -> None:
     """Shorten the reply's room where it alone is too much; refuse what cannot be held at all."""
-    over = plan.total_tokens - limits.max_tokens
-    if over > 0 and not request.shorten(over):
-        raise OverBudgetError(
-            f"{_where(session.messages)}: {plan.total_tokens:,} tokens of KV are needed, and the budget has room for "
-            f"{limits.max_tokens:,}; raise the KV budget{_advice(policy)}"
-        )
-    if limits.max_positions is None:
-        return
+    over_budget = plan.total_tokens - limits.max_tokens
+    over_positions = 0
     can_fold = policy.window is not None and policy.window.overflow == "fold" and limits.can_shift
-    over = plan.total_tokens - limits.max_positions
-    if not limits.can_shift:
-        end = session.next_position + len(session.pending()) + request.reply_room
-        over = max(over, end - limits.max_positions)
-    if over > 0 and not can_fold and not request.shorten(over):
-        raise OutOfPositionsError(
-            f"{_where(session.messages)}: the conversation needs {plan.total_tokens:,} positions and the model has "
-            f"{limits.max_positions:,}; use a model with more positions{_advice(policy)}"
+    if limits.max_positions is not None and not can_fold:
+        end = plan.total_tokens
+        if not limits.can_shift:
+            end = max(end, session.next_position + plan.new_tokens + request.reply_room)
+        over_positions = end - limits.max_positions
+    over = max(over_budget, over_positions)
+    if over <= 0 or request.shorten(over):
+        return
+    if over == over_budget:
+        raise OverBudgetError(
+            f"{_where(session.messages)}: {plan.total_tokens:,} tokens of KV would be held, and the budget has room "
+            f"for {limits.max_tokens:,}; raise the KV budget{_advice(policy)}"
         )
+    raise OutOfPositionsError(
+        f"{_where(session.messages)}: the conversation needs {over + (limits.max_positions or 0):,} positions and the "
+        f"model has {limits.max_positions:,}; use a model with more positions{_advice(policy)}"
+    )
 
 
 def _where(messages: tuple[Message, ...]) -> str:
-    return f"turn {group_turns(messages)[-1].index}"
+    """The turn that the reply would belong to."""
+    return f"turn {group_turns((*messages, Message(Role.ASSISTANT, '')))[-1].index}"
 
 
 def _advice(policy: Policy) -> str:

@@ -14,15 +14,16 @@ from turnkv.conversation.rendering import Renderer
 from turnkv.conversation.tools import parse_tools
 from turnkv.conversation.turns import group_turns, head_length
 from turnkv.engine.admission import admit
+from turnkv.engine.dryrun import DryRunner
 from turnkv.engine.journal import Event
 from turnkv.engine.request import Generation, Reply, Request, Score, Scoring
 from turnkv.engine.restore import restore
-from turnkv.engine.retention import Limits, droppable_records, is_pinned
+from turnkv.engine.retention import Limits, closed_turns, droppable_records, is_pinned
 from turnkv.engine.runner import Chunk, ModelRunner
 from turnkv.engine.sampler import Sampler
 from turnkv.engine.session import Session
 from turnkv.engine.table import SessionTable
-from turnkv.errors import InvalidMessagesError, OverBudgetError, UnknownTurnError
+from turnkv.errors import InvalidMessagesError, OverBudgetError, TurnKVError, UnknownTurnError
 from turnkv.models import resolve_model
 from turnkv.policy import FULL, Policy
 from turnkv.types import Role, SessionId
@@ -78,16 +79,17 @@ class Engine:
         self._table = SessionTable(self._pool, self._store, runner.max_positions)
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
-        self._peak_pages = 0
+        self._is_room_freed = True
 
     @staticmethod
-    def load(
+    def load(  # noqa: PLR0913 - the parts of an engine, each with its default
         model: str | None = None,
         *,
         policy: Policy = FULL,
         dtype: str = "bfloat16",
         cache: CacheConfig | None = None,
         config: EngineConfig | None = None,
+        is_dry: bool = False,
         progress: Callable[[str], None] = lambda line: None,
     ) -> "Engine":
         """Find, load and probe a model.
@@ -98,6 +100,7 @@ class Engine:
             dtype: of weights and exact KV.
             cache: the KV budget.
             config: how to compute.
+            is_dry: compute nothing and read no weights; only the account of turns, tokens and bytes is right.
             progress: called with a line for each step of work that preparing the model takes.
 
         Raises:
@@ -106,7 +109,8 @@ class Engine:
         """
         folder = resolve_model(model, progress=progress)
         config = config or EngineConfig()
-        runner, tokenizer = ModelRunner.load(folder.path, dtype=dtype, attention=config.attention)
+        kind = DryRunner if is_dry else ModelRunner
+        runner, tokenizer = kind.load(folder.path, dtype=dtype, attention=config.attention)
         return Engine(runner, tokenizer, name=folder.name, policy=policy, cache=cache, config=config)
 
     def with_policy(self, policy: Policy) -> "Engine":
@@ -200,6 +204,7 @@ class Engine:
             observe=observe,
             reply=parsed[-1],
             body=rendered.tokens[rendered.header_tokens :],
+            is_measured=not self.runner.is_dry,
         )
 
     def submit(self, request: Request) -> None:
@@ -215,10 +220,10 @@ class Engine:
     def step(self) -> None:
         """Compute one forward pass: all decode tokens, then prefill chunks, oldest request first.
 
-        If the pass is interrupted, every request in it is taken back.
+        What goes wrong with one request alone, its own callbacks included, becomes that request's `error`. If the
+        pass itself is interrupted, every request in it is taken back and the interruption goes on.
         """
-        while self._waiting and self._admit(self._waiting[0]):
-            self._waiting.popleft()
+        self._admit_waiting()
         room = self.config.max_step_tokens
         batch: list[Request] = []
         chunks: list[Chunk] = []
@@ -233,50 +238,42 @@ class Engine:
                 return
             logits = self.runner.run(self._storage, chunks)
             for request, rows in zip(batch, logits, strict=True):
-                request.receive(rows)
-        except BaseException:
+                self._receive(request, rows)
+        except BaseException as error:
             for request in batch:
-                self.cancel(request)
+                self.cancel(request, error)
             raise
-        for request in batch:
-            if request.is_done:
-                self._retire(request)
 
-    def cancel(self, request: Request) -> None:
-        """Take a request back: its session is as it was before, save for turns dropped."""
+    def cancel(self, request: Request, error: BaseException | None = None) -> None:
+        """Take a request back: its session is as it was before, save for turns dropped. A finished one stays."""
         if request in self._waiting:
             self._waiting.remove(request)
-        if request in self._active:
+        elif request in self._active:
             self._active.remove(request)
             self._table.take_back(request)
+        else:
+            return
+        self._is_room_freed = True
+        request.error = error or TurnKVError("the request was cancelled; make a new one to ask again")
+        request.is_done = True
 
     def reply(self, request: Generation) -> Reply:
-        """The result of a finished generation."""
-        assert request.is_done
-        assert request.session is not None
-        message = request.session.records[request.reply_record].message
-        assert message is not None
-        return Reply(
-            message=message,
-            tokens=tuple(request.tokens),
-            logprobs=tuple(request.logprobs),
-            finish_reason="tool_calls"
-            if message.tool_calls and request.finish_reason == "stop"
-            else request.finish_reason,
-            usage=request.usage(message, self.runner.token_bytes, len(request.tokens)),
-            session_id=request.session.id,
-        )
+        """The result of a finished generation.
+
+        Raises: what ended it, if it was not answered.
+        """
+        result = _result(request)
+        assert isinstance(result, Reply)
+        return result
 
     def score_of(self, request: Scoring) -> Score:
-        """The result of a finished scoring."""
-        assert request.is_done
-        assert request.session is not None
-        return Score(
-            logprobs=tuple(request.logprobs),
-            is_top=tuple(request.is_top),
-            usage=request.usage(request.reply, self.runner.token_bytes, len(request.body)),
-            session_id=request.session.id,
-        )
+        """The result of a finished scoring.
+
+        Raises: what ended it, if it was not answered.
+        """
+        result = _result(request)
+        assert isinstance(result, Score)
+        return result
 
     # -- sessions ------------------------------------------------------------------------------------------------
 
@@ -292,15 +289,17 @@ class Engine:
         """Drop a closed turn by hand; gives the tokens gone.
 
         Raises:
-            UnknownTurnError: there is no such turn, or it is open or pinned.
+            UnknownTurnError: there is no such turn, it is open or pinned, or the session is just being answered.
         """
         session = self.session(session_id)
-        turns = group_turns(session.messages)
-        if not 0 <= turn < len(turns) - 1 or is_pinned(session, self.policy, turns[turn], session.messages):
-            raise UnknownTurnError(
-                f"turn {turn} cannot be dropped; name a closed turn (0 to {len(turns) - 2}) that is not pinned"
-            )
-        return session.drop(turn, droppable_records(session, turns[turn]), "asked")
+        if session.is_busy:
+            raise UnknownTurnError(f"turn {turn} cannot be dropped while the session is answered; wait, or cancel")
+        closed = {each.index: each for each in closed_turns(session.messages)}
+        if turn not in closed or is_pinned(session, self.policy, closed[turn], session.messages):
+            held = f"0 to {max(closed)}" if closed else "there is none yet"
+            raise UnknownTurnError(f"turn {turn} cannot be dropped; name a closed turn ({held}) that is not pinned")
+        self._is_room_freed = True
+        return session.drop(turn, droppable_records(session, closed[turn]), "asked")
 
     def pin(self, session_id: SessionId, turn: int, *, is_pinned: bool = True) -> None:
         """Spare a turn from drops from now on, or no more.
@@ -314,16 +313,25 @@ class Engine:
         session.pin(turn, is_pinned)
 
     def close_session(self, session_id: SessionId) -> None:
-        """Forget a session and free what only it holds."""
-        self._table.close(session_id)
+        """Forget a session and free what only it holds. A request that is computed for it is cancelled."""
+        session = self.session(session_id)
+        for request in [request for request in self._active if request.session is session]:
+            self.cancel(request)
+        if session in self._table:  # one that its request had opened went with it
+            self._table.close(session_id)
+        self._is_room_freed = True
 
     def restore(self, events: Sequence[Event]) -> Session:
         """Make a session's view again from its journal, by the same steps, and hold it under the same id.
 
         Gives the same segments at the same offsets, bit for bit where the same machine computes them alone. Messages
         are not in a journal, so no request continues the session.
+
+        Raises:
+            InvalidFileError: the journal is damaged, belongs to another model, or its session is held already.
+            OverBudgetError: its view does not fit.
         """
-        return restore(events, self._table, self.runner, self._storage)
+        return restore(events, self._table, self.runner, self._storage, self.name)
 
     @property
     def stats(self) -> CacheStats:
@@ -332,7 +340,7 @@ class Engine:
             budget_bytes=self._pool.num_pages * self._page_bytes,
             held_bytes=self._pool.num_held_pages * self._page_bytes,
             live_bytes=self._pool.num_used_slots * self.runner.token_bytes,
-            peak_held_bytes=self._peak_pages * self._page_bytes,
+            peak_held_bytes=self._table.peak_pages * self._page_bytes,
             num_sessions=len(self._table),
             num_given_up=self._table.num_given_up,
             num_segments=len(self._store),
@@ -348,15 +356,22 @@ class Engine:
     def _admit(self, request: Request) -> bool:
         """Give the request a session and room; False if others must finish first."""
         if not admit(request, self.policy, self._table, self.renderer, self._limits, self.name):
-            if self._active:
-                return False
-            raise OverBudgetError(
-                f"the KV budget of {self.stats.budget_bytes:,} bytes has no room for this request; raise the budget, "
-                "or close sessions"
-            )
+            assert self._active, "a request that can be held alone is admitted when it is alone"
+            return False
         self._active.append(request)
-        self._peak_pages = max(self._peak_pages, self._pool.num_held_pages)
         return True
+
+    def _admit_waiting(self) -> None:
+        """Admit those that wait, first come first served; looked at only when something has made room."""
+        while self._waiting and self._is_room_freed:
+            request = self._waiting[0]
+            try:
+                self._is_room_freed = self._admit(request)
+            except Exception as error:
+                self.cancel(request, error)
+            else:
+                if self._is_room_freed:
+                    self._waiting.popleft()
 
     @property
     def _limits(self) -> Limits:
@@ -375,9 +390,17 @@ class Engine:
             self.cancel(request)
             raise
 
+    def _receive(self, request: Request, logits: Tensor) -> None:
+        """Hand a request its logits, and retire it if they were its last."""
+        try:
+            request.receive(logits)
+            if request.is_done and request in self._active:
+                self._retire(request)
+        except Exception as error:  # a callback may raise anything; it is raised again where the result is asked for
+            self.cancel(request, error)
+
     def _retire(self, request: Request) -> None:
         """Record the reply and give back the room it did not need."""
-        self._active.remove(request)
         session = request.session
         assert session is not None
         record = session.records[request.reply_record]
@@ -390,14 +413,27 @@ class Engine:
         session.seal()
         session.writer.trim()
         session.is_busy = False
+        assert record.message is not None
+        request.conclude(record.message, self.runner.token_bytes)
+        self._active.remove(request)
+        self._is_room_freed = True
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        # Cleaning up spaces would take back text that was sent already.
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _eos_ids(model: Any) -> list[int]:
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return [eos] if isinstance(eos, int) else list(eos or ())
+
+
+def _result(request: Request) -> Reply | Score:
+    assert request.is_done, "run steps until it is"
+    if request.error is not None:
+        raise request.error
+    assert request.result is not None
+    return request.result
 
 
 def _with_some_turn(messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -101,10 +101,14 @@ def load_journal(path: Path) -> list[Event]:
     """Read a journal's lines.
 
     Raises:
-        InvalidFileError: a line is no event; names file and line.
+        InvalidFileError: the file cannot be read, or a line is no event; names file and line.
     """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidFileError(f"{path}: cannot be read ({error}); give a journal that turnkv wrote") from None
     events = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             raw = json.loads(line)
             events.append(_KINDS[raw.pop("event")](**{name: _frozen(value) for name, value in raw.items()}))

@@ -94,7 +94,7 @@ class Admission:
     """Journal lines before anything was computed for this request, less its shift of positions."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Request(ABC):
     """A conversation being computed. The engine asks it for chunks and hands it logits."""
 
@@ -110,6 +110,10 @@ class Request(ABC):
     num_records_before: int = 0
     dropped_turns: set[int] = field(default_factory=set)
     is_done: bool = False
+    """Nothing more will happen to it: it was answered, or `error` says why not."""
+    error: BaseException | None = None
+    result: Reply | Score | None = None
+    """Made when the last token was; what becomes of the session afterwards changes it no more."""
     ttft_s: float | None = None
     _todo: list[tuple[int, int]] = field(default_factory=list)
     _cursor: int = 0
@@ -170,7 +174,11 @@ class Request(ABC):
         """Whether tokens are left to compute."""
         return self._cursor < len(self._todo)
 
-    def usage(self, reply: Message, token_bytes: int, num_reply_tokens: int) -> Usage:
+    @abstractmethod
+    def conclude(self, reply: Message, token_bytes: int) -> None:
+        """Make the result, now that the session's record holds the reply."""
+
+    def _usage(self, reply: Message, token_bytes: int, num_reply_tokens: int) -> Usage:
         """The account of the finished request."""
         assert self.session is not None
         assert self.admission is not None
@@ -212,7 +220,7 @@ class Request(ABC):
         """Take the logits of tokens of the reply."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Generation(Request):
     """Writes a reply token by token."""
 
@@ -247,6 +255,17 @@ class Generation(Request):
         """Whether the prompt is through."""
         return self.ttft_s is not None
 
+    def conclude(self, reply: Message, token_bytes: int) -> None:  # noqa: D102 - the base class says it
+        assert self.session is not None
+        self.result = Reply(
+            message=reply,
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            finish_reason="tool_calls" if reply.tool_calls and self.finish_reason == "stop" else self.finish_reason,
+            usage=self._usage(reply, token_bytes, len(self.tokens)),
+            session_id=self.session.id,
+        )
+
     def _take_first(self, logits: Tensor) -> None:
         self._take(logits)
 
@@ -267,8 +286,8 @@ class Generation(Request):
         elif len(self.tokens) >= self.max_new_tokens:
             self._finish("length")
         else:
-            self._send(hold=max((len(stop) - 1 for stop in self.sampler.params.stop), default=0))
             self.start([(self.reply_record, choice.token)])
+            self._send(hold=max((len(stop) - 1 for stop in self.sampler.params.stop), default=0))
 
     def _has_met_stop_string(self) -> bool:
         self.text = self.decode(self.tokens)
@@ -293,13 +312,15 @@ class Generation(Request):
             self.num_sent = stop
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Scoring(Request):
     """Feeds a recorded reply and measures how likely the model finds it."""
 
     reply: Message
     body: tuple[int, ...]
     """The reply's tokens behind its generation prompt, closing ones included; never empty."""
+    is_measured: bool = True
+    """Whether the logits mean anything; a dry run's do not."""
     logprobs: list[float] = field(default_factory=list)
     is_top: list[bool] = field(default_factory=list)
 
@@ -307,6 +328,15 @@ class Scoring(Request):
     def reply_room(self) -> int:
         """The recorded reply."""
         return len(self.body)
+
+    def conclude(self, reply: Message, token_bytes: int) -> None:  # noqa: D102 - the base class says it
+        assert self.session is not None
+        self.result = Score(
+            logprobs=tuple(self.logprobs),
+            is_top=tuple(self.is_top),
+            usage=self._usage(reply, token_bytes, len(self.body)),
+            session_id=self.session.id,
+        )
 
     def _take_first(self, logits: Tensor) -> None:
         self._measure(logits)
@@ -323,6 +353,10 @@ class Scoring(Request):
         """Rows predict the body's next tokens; the row behind its last token predicts nothing."""
         targets = self.body[len(self.logprobs) : len(self.logprobs) + len(logits)]
         if not targets:
+            return
+        if not self.is_measured:
+            self.logprobs.extend([math.nan] * len(targets))
+            self.is_top.extend([False] * len(targets))
             return
         rows = logits[: len(targets)].float()
         self._show(rows)

@@ -1,6 +1,7 @@
 """Restoring: a journal makes its session's view again, by the same forward passes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, repeat
 
 from turnkv.cache import KVStorage
@@ -12,21 +13,29 @@ from turnkv.errors import InvalidFileError, OverBudgetError
 from turnkv.types import SegmentKey, SessionId
 
 
-def restore(events: Sequence[Event], table: SessionTable, runner: ModelRunner, storage: KVStorage) -> Session:
+def restore(
+    events: Sequence[Event], table: SessionTable, runner: ModelRunner, storage: KVStorage, model: str
+) -> Session:
     """Run a journal from its first line.
 
     Raises:
-        InvalidFileError: the journal does not begin with an opening, or belongs to another model.
+        InvalidFileError: the journal is damaged, belongs to another model, or its session is held already.
         OverBudgetError: its view does not fit.
     """
     if not events or not isinstance(events[0], Open):
         raise InvalidFileError("the journal does not begin with an open event; give the whole file")
-    names = [event.session for event in events if isinstance(event, Open | Fork)]
-    session = table.create(SessionId(names[-1]))
+    if events[0].model != model:
+        raise InvalidFileError(f"the journal was written with the model {events[0].model!r}, not {model!r}; load that")
+    name = [event.session for event in events if isinstance(event, Open | Fork)][-1]
+    if any(session.id == name for session in table):
+        raise InvalidFileError(f"session {name!r} of the journal is held already; close it first")
+    session = table.create(SessionId(name))
     session.is_busy = True
     try:
-        for event in events:
+        for number, event in enumerate(events, 1):
             _apply(event, session, table, runner, storage)
+            if session.journal[-1] != event:
+                raise InvalidFileError(f"line {number} of the journal does not follow from those before; it is damaged")
     except BaseException:
         table.close(session.id)
         raise
@@ -38,14 +47,16 @@ def restore(events: Sequence[Event], table: SessionTable, runner: ModelRunner, s
 def _apply(event: Event, session: Session, table: SessionTable, runner: ModelRunner, storage: KVStorage) -> None:
     match event:
         case Open():
-            session.open(event.model, event.policy)
+            session.journal.append(event)  # a fork's journal begins with its parent's opening
         case Fork():
-            session.truncate(event.num_records)
+            session.cut(event)
         case Extend():
             _compute(event, session, table, runner, storage)
         case Drop():
             _grow(session, max(event.messages, default=0))
             session.drop(event.turn, event.messages, event.reason)
+            if isinstance(made := session.journal[-1], Drop):  # text that was never computed is in no journal
+                session.journal[-1] = replace(made, num_tokens=event.num_tokens)
         case Shift():
             offsets = {SegmentKey(key): offset for key, offset in event.offsets}
             session.view = session.view.placed(offsets, event.next_position)
@@ -56,6 +67,8 @@ def _apply(event: Event, session: Session, table: SessionTable, runner: ModelRun
 
 def _compute(event: Extend, session: Session, table: SessionTable, runner: ModelRunner, storage: KVStorage) -> None:
     tokens = [(record, token) for record, part in event.parts for token in part]
+    if not tokens or sum(size * times for size, times in event.chunks) != len(tokens):
+        raise InvalidFileError("an extend event of the journal has steps that do not add up to its tokens")
     _grow(session, max(record for record, _ in event.parts))
     for record, token in tokens:
         session.records[record].tokens.append(token)

@@ -43,12 +43,14 @@ class Plan:
     drops: tuple[PlannedDrop, ...]
     total_tokens: int
     """Tokens held when the request ends, the reply's room included."""
+    new_tokens: int
+    """Tokens to compute before the reply."""
 
 
 def plan_drops(session: Session, policy: Policy, reply_tokens: int, limits: Limits) -> Plan:
     """Ask the policy. The session, whose records hold the whole request already, is not changed."""
     messages = session.messages
-    turns = group_turns(messages)
+    turns, closed = group_turns(messages), closed_turns(messages)
     total = reply_tokens + sum(session.num_droppable(index) for index in range(len(session.records)))
     spared = _latest_user(messages)
     snapshots = []
@@ -60,7 +62,7 @@ def plan_drops(session: Session, policy: Policy, reply_tokens: int, limits: Limi
             TurnSnapshot(
                 index=turn.index,
                 kind=turn.kind,
-                is_closed=turn is not turns[-1],
+                is_closed=turn in closed,
                 is_pinned=is_pinned(session, policy, turn, messages),
                 chat_tokens=everything - tools,
                 tool_tokens=tools,
@@ -71,8 +73,27 @@ def plan_drops(session: Session, policy: Policy, reply_tokens: int, limits: Limi
         Snapshot(turns=snapshots, total_tokens=total, max_tokens=limits.num_tokens, token_bytes=limits.token_bytes),
     )
     drops = tuple(_planned(session, turns[drop.turn], drop, spared) for drop in decisions)
-    gone = sum(session.num_droppable(index) for drop in drops for index in drop.records)
-    return Plan(drops=drops, total_tokens=total - gone)
+    gone = {index for drop in drops for index in drop.records}
+    return Plan(
+        drops=drops,
+        total_tokens=total - sum(map(session.num_droppable, gone)),
+        new_tokens=sum(record not in gone for record, _ in session.pending()),
+    )
+
+
+def closed_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
+    """All turns but the last, and but those with a tool's result that no answer has read yet."""
+    last_answer = max((i for i, message in enumerate(messages) if message.role is Role.ASSISTANT), default=-1)
+    last_result = max((i for i, message in enumerate(messages) if message.role is Role.TOOL), default=-1)
+    is_read = last_result < last_answer
+    return tuple(turn for turn in group_turns(messages)[:-1] if is_read or not turn.start <= last_result < turn.stop)
+
+
+def undroppable_messages(messages: Sequence[Message]) -> frozenset[int]:
+    """Indices of messages that no policy may drop at a request: those of open turns, and the latest user message."""
+    closed = {index for turn in closed_turns(messages) for index in range(turn.start, turn.stop)}
+    record = _latest_user(messages)
+    return frozenset(range(len(messages))) - closed | (frozenset() if record is None else {record - 1})
 
 
 def droppable_records(session: Session, turn: Turn) -> tuple[int, ...]:

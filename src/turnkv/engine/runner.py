@@ -39,6 +39,9 @@ class Chunk:
 class ModelRunner:
     """A Hugging Face causal model whose attention reads a view. Holds no KV itself."""
 
+    is_dry = False
+    """Whether nothing is computed, so that times and likelihoods mean nothing."""
+
     def __init__(self, model: Any, *, attention: str = "auto") -> None:
         """Take a model loaded with `attn_implementation="turnkv"`, and probe it.
 

@@ -1,11 +1,13 @@
 """Sessions: one conversation's messages, the view that its queries see, and the journal of how it came about."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from turnkv.cache import Entry, Extent, PagePool, Run, Segment, SegmentStore, View, Writer, coalesce, segment_key
 from turnkv.cache.views import max_segment_tokens
 from turnkv.conversation.messages import Message
+from turnkv.conversation.turns import group_turns
 from turnkv.engine.journal import Drop, Event, Extend, Fork, Open, Pin, Shift
 from turnkv.types import Role, SessionId
 
@@ -153,6 +155,9 @@ class Session:
 
     def drop(self, turn: int, records: Sequence[int], reason: str) -> int:
         """Take records out of the view. Nothing is computed and nothing else moves. Returns the tokens gone."""
+        assert not self._open
+        if not records:
+            return 0
         segments = [segment for index in records for segment in self.records[index].segments]
         num_tokens = sum(self.num_droppable(index) for index in records)
         self.view = self.view.without(segments)
@@ -190,28 +195,45 @@ class Session:
         self.journal.append(Open(self.id, model, policy))
 
     def fork_from(self, parent: "Session", num_records: int) -> None:
-        """Begin as another session was after its first records: the same segments, shared; drops are inherited."""
+        """Begin as another session was after its first records: segments are shared, drops and pins inherited."""
         assert not self.records
         assert not parent._open
-        self.records = [record.copy() for record in parent.records[:num_records]]
-        kept = {segment for record in self.records for segment in record.segments}
-        entries = tuple(entry for entry in parent.view.entries if entry.segment in kept)
-        is_whole = num_records == len(parent.records)
-        next_position = parent.view.next_position if is_whole else _end(entries)
-        self.view = View(entries, next_position)
+        self.records = [record.copy() for record in parent.records]
+        self.view = parent.view
         self._store.hold(self.view.segments)
         self.head_key = parent.head_key
-        self.journal = [*parent.journal, Fork(self.id, parent.id, num_records, next_position)]
+        self.pinned_turns = set(parent.pinned_turns)
+        self.journal = parent.journal[:]
+        self.cut(Fork(self.id, parent.id, num_records, self._position_after(num_records)))
+        self._unpin_gone_turns()
 
     def truncate(self, num_records: int) -> None:
-        """Take back the last records. Those sealed before an interruption leave the view with them."""
-        gone = [segment for record in self.records[num_records:] for segment in record.segments]
-        if gone:
-            view = self.view.without(gone)
-            self.view = View(view.entries, _end(view.entries))
-            self._store.release(gone)
-            self.journal.append(Fork(self.id, self.id, num_records, self.view.next_position))
+        """Take back the last records. What was sealed or dropped of them before an interruption is journalled."""
+        if any(record.segments or record.is_dropped for record in self.records[num_records:]):
+            self.cut(Fork(self.id, self.id, num_records, self._position_after(num_records)))
         del self.records[num_records:]
+        self._unpin_gone_turns()
+
+    def cut(self, event: Fork) -> None:
+        """Leave only the first records, in the view too, as a journal's line says."""
+        gone = [segment for record in self.records[event.num_records :] for segment in record.segments]
+        self.view = View(self.view.without(gone).entries, event.next_position)
+        self._store.release(gone)
+        del self.records[event.num_records :]
+        self.journal.append(event)
+
+    def pages(self, without: Iterable[int] = ()) -> set[int]:
+        """Pages that hold its tokens, those of some records left out."""
+        gone = set(without)
+        extents = [extent for piece in self._open for extent in piece.extents]
+        extents += [
+            extent
+            for index, record in enumerate(self.records)
+            if index not in gone
+            for segment in record.segments
+            for extent in segment.extents
+        ]
+        return {page for extent in extents for page in extent.pages}
 
     def close(self) -> None:
         """Give back all memory."""
@@ -225,8 +247,23 @@ class Session:
         self.view.check()
         held = [segment for record in self.records for segment in record.segments]
         assert sorted(map(id, held)) == sorted(map(id, self.view.segments))
-        for record in self.records:
-            assert record.num_held in ((0,) if record.is_dropped else (record.num_computed, record.num_held))
+        unsealed = Counter[int]()
+        for piece in self._open:
+            assert len(piece.tokens) == sum(len(extent) for extent in piece.extents)
+            unsealed[piece.record] += len(piece.tokens)
+        for index, record in enumerate(self.records):
+            assert record.num_computed <= len(record.tokens)
+            assert record.num_held + unsealed[index] == (0 if record.is_dropped else record.num_computed)
+
+    def _position_after(self, num_records: int) -> int:
+        """Next position once later records have left the view."""
+        gone = [segment for record in self.records[num_records:] for segment in record.segments]
+        return _end(self.view.without(gone).entries) if gone else self.view.next_position
+
+    def _unpin_gone_turns(self) -> None:
+        num_turns = len(group_turns(self.messages))
+        for turn in sorted(turn for turn in self.pinned_turns if turn >= num_turns):
+            self.pin(turn, False)
 
     def _shift(self, change: Callable[[View], View], reason: str) -> None:
         before = {entry.segment.key: entry.offset for entry in self.view.entries}

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from turnkv.config import SamplingParams
 from turnkv.engine import Engine, Reply, Score
 from turnkv.engine.journal import dump_journal
-from turnkv.errors import TurnKVError
+from turnkv.errors import TurnKVError, UnknownSessionError
 from turnkv.evaluate.results import ReplayResult, RequestResult, SessionResult, write_atomically
 from turnkv.evaluate.sessions import RecordedSession
 from turnkv.types import SessionId
@@ -61,32 +62,56 @@ def replay_session(  # noqa: PLR0913 - the replay's own settings
     results: list[RequestResult] = []
     session_id: SessionId | None = None
     error: str | None = None
-    held: list[SessionId] = []
-    for done, index in enumerate(session.requests):
-        try:
-            if mode == "score":
-                score = engine.score(session.messages[: index + 1], session.tools, session_id=session_id)
-                results.append(_scored(score))
-                session_id = score.session_id
-            else:
-                sampling = SamplingParams(max_new_tokens=max_new_tokens)
-                reply = engine.respond(
-                    session.messages[:index], session.tools, sampling=sampling, session_id=session_id
-                )
-                results.append(_generated(reply))
-                session_id = reply.session_id
-        except TurnKVError as problem:
-            error = str(problem)
-            break
-        if session_id not in held:
-            held.append(session_id)
-        after_request(Answered(session=session, index=index, session_id=session_id, result=results[-1]))
-        progress(session, done + 1)
-    if journal is not None and session_id is not None:
-        journal(dump_journal(engine.session(session_id).journal))
-    for each in held:
-        engine.close_session(each)
+    try:
+        for done, index in enumerate(session.requests):
+            try:
+                result, now = _request(engine, session, index, mode, max_new_tokens, session_id)
+            except TurnKVError as problem:
+                error = str(problem)
+                break
+            if now != session_id:
+                _close(engine, session_id)
+            session_id = now
+            results.append(result)
+            after_request(Answered(session=session, index=index, session_id=session_id, result=result))
+            progress(session, done + 1)
+        if journal is not None and session_id is not None:
+            journal(dump_journal(engine.session(session_id).journal))
+    finally:
+        _close(engine, session_id)
     return SessionResult(id=session.id, turns=tuple(results), error=error)
+
+
+def _request(
+    engine: Engine,
+    session: RecordedSession,
+    index: int,
+    mode: Mode,
+    max_new_tokens: int,
+    session_id: SessionId | None,
+) -> tuple[RequestResult, SessionId]:
+    """Run one request, and say which session answered it."""
+    if not _is_held(engine, session_id):
+        session_id = None
+    if mode == "score":
+        score = engine.score(session.messages[: index + 1], session.tools, session_id=session_id)
+        return _scored(score, is_measured=not engine.runner.is_dry), score.session_id
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    reply = engine.respond(session.messages[:index], session.tools, sampling=sampling, session_id=session_id)
+    return _generated(reply), reply.session_id
+
+
+def _is_held(engine: Engine, session_id: SessionId | None) -> bool:
+    """Whether the engine holds a session still; it may have given it up for a fork that was asked something."""
+    try:
+        return session_id is not None and engine.session(session_id) is not None
+    except UnknownSessionError:
+        return False
+
+
+def _close(engine: Engine, session_id: SessionId | None) -> None:
+    if session_id is not None and _is_held(engine, session_id):
+        engine.close_session(session_id)
 
 
 def replay(  # noqa: PLR0913 - the replay's own settings
@@ -107,8 +132,10 @@ def replay(  # noqa: PLR0913 - the replay's own settings
         TurnKVError: a result cannot be written. Earlier ones are kept.
     """
     settings = _settings(engine, mode)
-    kept = _Unfinished(out, {**settings, "date": "", "policy": engine.policy.describe(), "model": engine.name})
-    finished = {result.id: result for result in kept.read(say)}
+    decisive = {name: settings[name] for name in ("mode", "dtype", "budget_bytes", "is_dry")}
+    decisive |= {"policy": repr(engine.policy), "model": engine.name, "max_new_tokens": max_new_tokens}
+    kept = _Unfinished(out, decisive)
+    finished = {result.id: result for result in kept.read(sessions, say)}
     wall_s = kept.wall_s
     for session in sessions:
         if session.id in finished:
@@ -126,7 +153,7 @@ def replay(  # noqa: PLR0913 - the replay's own settings
         )
         finished[session.id] = result
         wall_s += time.perf_counter() - started_s
-        kept.write(result, wall_s)
+        kept.write(session, result, wall_s)
     whole = ReplayResult(
         model=engine.name,
         policy=engine.policy.name,
@@ -147,17 +174,24 @@ class _Unfinished:
 
     def __init__(self, out: Path | None, settings: dict[str, object]) -> None:
         self._path = None if out is None else out.with_name(f"{out.name}.unfinished")
-        self._mark = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self._settings = json.dumps(settings, sort_keys=True, default=str)
         self._lines: list[str] = []
         self.wall_s = 0.0
 
-    def read(self, say: Callable[[str], None]) -> Iterator[SessionResult]:
+    def _mark(self, session: RecordedSession) -> str:
+        """Digest of all that decides a session's result."""
+        said = json.dumps([self._settings, session.messages, session.tools], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    def read(self, sessions: Sequence[RecordedSession], say: Callable[[str], None]) -> Iterator[SessionResult]:
         if self._path is None or not self._path.exists():
             return
-        for line in self._path.read_text("utf-8").splitlines():
+        marks = {session.id: self._mark(session) for session in sessions}
+        for line in self._path.read_text("utf-8").split("\n"):
             try:
                 raw = json.loads(line)
-                is_same, result = raw["mark"] == self._mark, SessionResult.from_json(raw["session"])
+                result = SessionResult.from_json(raw["session"])
+                is_same = raw["mark"] == marks.get(result.id, raw["mark"])
             except (ValueError, KeyError, TypeError, TurnKVError):
                 break  # the last line may be torn; what follows is computed again
             if not is_same:
@@ -169,10 +203,10 @@ class _Unfinished:
             yield result
         say(f"continuing a run that was interrupted: {len(self._lines)} sessions are done, the rest is run again")
 
-    def write(self, result: SessionResult, wall_s: float) -> None:
+    def write(self, session: RecordedSession, result: SessionResult, wall_s: float) -> None:
         if self._path is None:
             return
-        entry = {"mark": self._mark, "wall_s": wall_s, "session": result.to_json()}
+        entry = {"mark": self._mark(session), "wall_s": wall_s, "session": result.to_json()}
         self._lines.append(json.dumps(entry, ensure_ascii=False))
         write_atomically(self._path, "\n".join(self._lines) + "\n")
 
@@ -181,7 +215,7 @@ class _Unfinished:
             self._path.unlink(missing_ok=True)
 
 
-def _scored(score: Score) -> RequestResult:
+def _scored(score: Score, *, is_measured: bool) -> RequestResult:
     usage = score.usage
     return RequestResult(
         turn=usage.turn,
@@ -192,11 +226,11 @@ def _scored(score: Score) -> RequestResult:
         dropped_tokens=usage.dropped_tokens,
         noted_tokens=usage.noted_tokens,
         kv_bytes=usage.kv_bytes,
-        ttft_s=usage.ttft_s,
-        nll=score.nll,
+        ttft_s=usage.ttft_s if is_measured else 0.0,
+        nll=score.nll if is_measured else None,
         scored_tokens=usage.reply_tokens,
         dropped_turns=usage.dropped_turns,
-        top1=sum(score.is_top) / len(score.is_top),
+        top1=sum(score.is_top) / len(score.is_top) if is_measured else None,
     )
 
 
@@ -226,6 +260,7 @@ def _settings(engine: Engine, mode: Mode) -> dict[str, object]:
         "dtype": str(engine.runner.dtype).removeprefix("torch."),
         "budget_bytes": engine.stats.budget_bytes,
         "max_step_tokens": engine.config.max_step_tokens,
+        "is_dry": engine.runner.is_dry,
         "threads": torch.get_num_threads(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 0,
@@ -243,5 +278,10 @@ def _cpu_name() -> str:
 
 def _write_journal(path: Path, session: RecordedSession, sessions: Sequence[RecordedSession], text: str) -> None:
     """One session's journal goes to the file itself; several go to one file each, named after the sessions."""
-    name = path if len(sessions) == 1 else path.with_name(f"{path.stem}-{session.id}{path.suffix}")
+    name = path if len(sessions) == 1 else path.with_name(f"{path.stem}-{_file_name(session.id)}{path.suffix}")
     write_atomically(name, text)
+
+
+def _file_name(session_id: str) -> str:
+    """An id with nothing in it that a file's name cannot hold."""
+    return re.sub(r"[^\w.-]+", "_", session_id)

@@ -42,7 +42,8 @@ def load_sessions(path: Path, *, limit: int | None = None, ids: Iterable[str] | 
     wanted = None if ids is None else set(ids)
     sessions: list[RecordedSession] = []
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # Not `splitlines`: text in JSON may hold other line separators as they are.
+        lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidFileError(f"{path}: cannot be read ({error}); give a file of JSON lines") from None
     for number, line in enumerate(lines, 1):
@@ -82,6 +83,13 @@ def _parse(line: str, where: str, number: int) -> RecordedSession:
 
 
 def read_ids(path: Path) -> Sequence[str]:
-    """Session ids from a text file, one a line; `#` begins a comment."""
-    lines = path.read_text("utf-8").splitlines()
+    """Session ids from a text file, one a line; `#` begins a comment.
+
+    Raises:
+        InvalidFileError: the file cannot be read.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidFileError(f"{path}: cannot be read ({error}); give a text file of ids") from None
     return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
