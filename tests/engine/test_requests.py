@@ -139,6 +139,23 @@ def test_drops_that_leave_holes_never_make_a_request_impossible() -> None:
     assert usage.dropped_tokens
 
 
+def test_a_session_with_too_many_holes_is_computed_afresh_where_its_pages_do_not_fit_and_its_tokens_would() -> None:
+    engine = tiny_engine(budget_bytes=496 * TOKEN)
+    messages = conversation(8, with_tools=False)
+    first = engine.score(messages)
+    for turn in (0, 2, 4, 6):
+        engine.drop(first.session_id, turn)
+    session = engine.session(first.session_id)
+    assert len(session.pages()) * 16 > session.num_held_tokens, "no hole was made"
+    request = engine.generation([*messages, *asks("And?")[0]], sampling=SamplingParams(max_new_tokens=400))
+    engine.submit(request)
+    assert request.session not in (None, session)
+    assert request.admission is not None
+    assert request.admission.dropped_tokens == request.admission.cached_tokens == 0
+    engine.cancel(request)
+    engine.check()
+
+
 # -- cancelling and interruptions ----------------------------------------------------------------------------------
 
 
@@ -185,6 +202,39 @@ def test_cancelling_after_a_fold_takes_back_what_the_fold_had_sealed() -> None:
     assert len(session.records) == len(messages)
     assert session.num_held_tokens == sum(len(record.tokens) for record in session.records if not record.is_dropped)
     assert tiny_engine(max_positions=160).restore(session.journal).view.hash == session.view.hash
+
+
+def test_cancelling_a_prefill_leaves_the_end_of_the_reply_before_it_to_be_computed() -> None:
+    engine = tiny_engine(step=8)
+    first = engine.respond(asks("One.")[0], sampling=SamplingParams(max_new_tokens=3))
+    session = engine.session(first.session_id)
+    before, unread = state(engine), session.pending()
+    follow = [*asks("One.")[0], first.message.to_openai(), *asks("Two, if you please.")[0]]
+    request = engine.generation(follow)
+    engine.submit(request)
+    engine.step()
+    engine.cancel(request)
+    engine.check()
+    assert state(engine) == before
+    assert session.pending() == unread != []
+
+
+def test_cancelling_a_request_whose_history_was_dropped_before_it_was_computed_is_journalled() -> None:
+    engine = tiny_engine(step=8, policy=NARROW)
+    first = engine.score(conversation(1, with_tools=False))
+    session = engine.session(first.session_id)
+    request = engine.generation(conversation(8, with_tools=False)[:-1])
+    engine.submit(request)
+    assert request.session is session
+    assert any(record.is_dropped for record in session.records[3:]), "turns that the session had never seen"
+    engine.cancel(request)
+    score = engine.score(
+        [*conversation(1, with_tools=False), *asks("Else?")[0], {"role": "assistant", "content": "No."}]
+    )
+    assert score.session_id == first.session_id
+    again = tiny_engine(policy=NARROW).restore(session.journal)
+    assert [record.is_dropped for record in again.records] == [record.is_dropped for record in session.records]
+    again.check()
 
 
 def test_cancelling_a_scoring_takes_its_reply_back() -> None:

@@ -17,7 +17,6 @@ class Writer:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._room: deque[Extent] = deque()
-        self._last_filled_page: int | None = None
 
     @property
     def room_tokens(self) -> int:
@@ -41,8 +40,7 @@ class Writer:
         """
         missing = self.num_pages_needed(num_tokens)
         if missing:
-            last_page = self._room[-1].stop // PAGE_TOKENS - 1 if self._room else self._last_filled_page
-            self._room.extend(self._pool.claim(missing, after=last_page))
+            self._room.extend(self._pool.claim(missing))
 
     def fill(self, num_tokens: int) -> list[Extent]:
         """Take the next `num_tokens` slots; the caller owns them and releases them to the pool."""
@@ -60,8 +58,6 @@ class Writer:
             if taken and taken[-1].stop == part.start:
                 part = Extent(taken.pop().start, part.stop)
             taken.append(part)
-        if taken:
-            self._last_filled_page = (taken[-1].stop - 1) // PAGE_TOKENS
         return taken
 
     def trim(self) -> None:
@@ -81,7 +77,6 @@ class Writer:
         for extent in self._room:
             self._pool.unclaim(extent.start // PAGE_TOKENS)
         self._room.clear()
-        self._last_filled_page = None
 
     def _unclaim_filled(self, part: Extent) -> None:
         """A page whose last slot is filled needs no claim: its tokens hold it."""

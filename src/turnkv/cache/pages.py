@@ -59,12 +59,11 @@ class PagePool:
         """Contiguous runs of free pages; 1 when the pool is not fragmented at all."""
         return len(self._free_runs)
 
-    def claim(self, count: int, *, after: int | None = None) -> list[Extent]:
+    def claim(self, count: int) -> list[Extent]:
         """Hand out `count` pages to a writer, in the fewest contiguous runs, or none at all.
 
-        Args:
-            count: pages wanted; 0 gives no extent.
-            after: a page that the new ones should follow directly, if those are free.
+        Of several runs that are long enough the lowest is taken, so that the memory touched stays near what is held
+        at once, however many turns come and go.
 
         Returns:
             Runs of slots, in the order in which to write them.
@@ -78,21 +77,16 @@ class PagePool:
                 "raise the KV budget, or end a session"
             )
         chosen: list[tuple[int, int]] = []
-        left = count
-        if after is not None and left and self._free_runs.get(after + 1, 0) >= left:
-            chosen.append((after + 1, left))
-            left = 0
-        if left:
-            runs = sorted(self._free_runs.items(), key=lambda run: run[1])
-            whole = next(((start, left) for start, length in runs if length >= left), None)
-            if whole is not None:
-                chosen.append(whole)
-            else:
-                for start, length in reversed(runs):
-                    chosen.append((start, min(left, length)))
-                    left -= chosen[-1][1]
-                    if not left:
-                        break
+        lowest = min((start for start, length in self._free_runs.items() if length >= count), default=None)
+        if count and lowest is not None:
+            chosen.append((lowest, count))
+        elif count:
+            left = count
+            for start, length in sorted(self._free_runs.items(), key=lambda run: (-run[1], run[0])):
+                chosen.append((start, min(left, length)))
+                left -= chosen[-1][1]
+                if not left:
+                    break
         for start, length in chosen:
             self._cut_free(start, length)
             self._is_claimed[start : start + length] = b"\1" * length

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,30 +21,12 @@ from turnkv.engine.retention import Limits, closed_turns, droppable_records, is_
 from turnkv.engine.runner import Chunk, ModelRunner
 from turnkv.engine.sampler import Sampler
 from turnkv.engine.session import Session
+from turnkv.engine.stats import CacheStats
 from turnkv.engine.table import SessionTable
 from turnkv.errors import InvalidMessagesError, OverBudgetError, TurnKVError, UnknownTurnError
 from turnkv.models import resolve_model
 from turnkv.policy import FULL, Policy
 from turnkv.types import Role, SessionId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheStats:
-    """Exact account of the KV memory."""
-
-    budget_bytes: int
-    """What the pool can hold: the budget, rounded down to whole pages."""
-    held_bytes: int
-    """Pages in use or reserved."""
-    live_bytes: int
-    """KV of live segments and of tokens being computed, each counted once."""
-    peak_held_bytes: int
-    num_sessions: int
-    num_given_up: int
-    """Idle sessions whose KV was freed for another's; their next request computes them again."""
-    num_segments: int
-    num_runs: int
-    """Contiguous runs of all segments; equal to `num_segments` where each lies in one piece."""
 
 
 class Engine:
