@@ -31,12 +31,11 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, batch: Sequence[Sequence
     """Attention by torch's flash kernel; see the contract. What that kernel cannot do, the reference does."""
     if layer.softcap is not None or keys.shape[-1] != values.shape[-1] or query.device.type != "cpu":
         return reference.attend(query, keys, values, batch, layer)
-    out = torch.empty_like(query)
+    parts = []
     for sequence in batch:
-        rows = slice(sequence.first_query, sequence.first_query + sequence.num_queries)
-        plan = sequence.keys_within(layer.window)
-        out[rows] = _attend_sequence(query[rows].transpose(0, 1), keys, values, plan, layer).transpose(0, 1)
-    return out
+        own = query[sequence.first_query : sequence.first_query + sequence.num_queries].transpose(0, 1)
+        parts.append(_attend_sequence(own, keys, values, sequence.keys_within(layer.window), layer).transpose(0, 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_sequence(query: Tensor, keys: Tensor, values: Tensor, plan: KeyPlan, layer: LayerAttention) -> Tensor:
@@ -49,8 +48,10 @@ def _attend_sequence(query: Tensor, keys: Tensor, values: Tensor, plan: KeyPlan,
             turned = layer.rotation.rotate(query, -group.offset)
         key, value = keys[:, group.slots], values[:, group.slots]
         num_past = group.count - group.num_new
-        if group.num_new == 1 and plan.hidden is None:
-            num_past = group.count
+        if group.num_new <= 1 and plan.hidden is None:  # a single newest token sees all: one call is enough
+            part_out, part_lse = _fused(turned, key, value, False, layer)
+            out, lse = (part_out, part_lse) if out is None or lse is None else _merged(out, lse, part_out, part_lse)
+            continue
         for first, stop in ((0, num_past), (num_past, group.count)):
             if first == stop:
                 continue
@@ -60,7 +61,7 @@ def _attend_sequence(query: Tensor, keys: Tensor, values: Tensor, plan: KeyPlan,
             if out is None or lse is None:
                 out, lse = part_out, part_lse
             else:
-                out, lse = merge_attention(out.to(lse.dtype), lse, part_out.to(lse.dtype), part_lse)
+                out, lse = _merged(out, lse, part_out, part_lse)
     if out is None or lse is None:
         return torch.zeros_like(query)
     if layer.sinks is not None:
@@ -71,19 +72,32 @@ def _attend_sequence(query: Tensor, keys: Tensor, values: Tensor, plan: KeyPlan,
 def _attend_part(
     query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, is_causal: bool, layer: LayerAttention
 ) -> tuple[Tensor, Tensor]:
-    """One fused call: normalised output [H, T, D] and its log-sum-exp [H, T], float32 (float64 stays)."""
-    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+    """Output [H, T, D], normalised, and its log-sum-exp [H, T], float32 (float64 stays)."""
     if hidden is None:
-        out, lse = _flash(query[None], key[None], value[None], 0.0, is_causal, scale=layer.scale)
-        return out[0], lse[0]
+        return _fused(query, key, value, is_causal, layer)
     if is_causal:
         hidden = hidden | torch.ones_like(hidden).triu(1)
     # The fused kernel leaves rows that see nothing undefined.
     is_blind = hidden.all(dim=-1)
     mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden & ~is_blind[:, None], -torch.inf)
-    out, lse = _flash(query[None], key[None], value[None], 0.0, False, attn_mask=mask, scale=layer.scale)
-    out = out[0].masked_fill(is_blind[None, :, None], 0.0)
-    return out, lse[0].masked_fill(is_blind[None, :], -torch.inf)
+    out, lse = _fused(query, key, value, False, layer, mask)
+    return out.masked_fill(is_blind[None, :, None], 0.0), lse.masked_fill(is_blind[None, :], -torch.inf)
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, layer: LayerAttention, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Torch's kernel, which reads wrong numbers where the last dim is not dense."""
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    out, lse = _flash(
+        query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), 0.0, is_causal, attn_mask=mask, scale=layer.scale
+    )
+    return out[0], lse[0]
+
+
+def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return merge_attention(out_a.to(lse_a.dtype), lse_a, out_b.to(lse_b.dtype), lse_b)
 
 
 def _hidden_part(plan: KeyPlan, group: Group, first: int, stop: int) -> Tensor | None:
