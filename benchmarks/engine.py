@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/engine.py [--quick] [--json OUT]
 
-Same weights, same prompt tokens, bf16, one stream. The two run in turns (A B A B …), each pair beside a calibration
-loop, since clocks wander; what counts is the median of the pairs' ratios. Below 1, turnkv is faster.
+Same weights, same prompt tokens, bf16, one stream. Clocks wander by a factor of two here, so the two run as A B B A:
+each round gives one ratio of sums, in which a steady drift cancels, with a calibration loop beside it; what counts is
+the median over the rounds. Below 1, turnkv is faster.
 """
 
 import argparse
@@ -40,7 +41,7 @@ class Row:
     decode_ratio: float
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    pairs: int
+    rounds: int
     calibration_spread: float
 
 
@@ -111,40 +112,40 @@ def calibrate() -> float:
     return time.perf_counter() - start
 
 
-def measure(engine: Engine, model: Any, num_tokens: int, pairs: int, new_tokens: int) -> Row:
+def measure(engine: Engine, model: Any, num_tokens: int, rounds: int, new_tokens: int) -> Row:
     _, prompt = time_ours(engine, num_tokens, 2)
     time_theirs(model, prompt, 2)
     ours, theirs, calibration = [], [], []
-    for pair in range(pairs):
+    prefill_ratios, decode_ratios = [], []
+    for _ in range(rounds):
         calibration.append(calibrate())
-        for is_ours in (True, False) if pair % 2 else (False, True):
+        for is_ours in (True, False, False, True):
             if is_ours:
                 ours.append(time_ours(engine, num_tokens, new_tokens)[0])
             else:
                 theirs.append(time_theirs(model, prompt, new_tokens))
-    ratios = [
-        (a.first_token_s / b.first_token_s, a.decode_token_s / b.decode_token_s)
-        for a, b in zip(ours, theirs, strict=True)
-    ]
+        mine, peers = ours[-2:], theirs[-2:]
+        prefill_ratios.append(sum(one.first_token_s for one in mine) / sum(one.first_token_s for one in peers))
+        decode_ratios.append(sum(one.decode_token_s for one in mine) / sum(one.decode_token_s for one in peers))
     return Row(
         prompt_tokens=len(prompt),
-        prefill_ratio=statistics.median(ratio[0] for ratio in ratios),
-        decode_ratio=statistics.median(ratio[1] for ratio in ratios),
+        prefill_ratio=statistics.median(prefill_ratios),
+        decode_ratio=statistics.median(decode_ratios),
         prefill_tokens_per_s=len(prompt) / statistics.median(one.first_token_s for one in ours),
         decode_tokens_per_s=1 / statistics.median(one.decode_token_s for one in ours),
-        pairs=pairs,
+        rounds=rounds,
         calibration_spread=max(calibration) / min(calibration),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short prompts, two pairs: does it run at all?")
+    parser.add_argument("--quick", action="store_true", help="short prompts, two rounds: does it run at all?")
     parser.add_argument("--json", type=Path, help="write the rows and the setting here")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--model", default=None)
     arguments = parser.parse_args()
-    pairs, new_tokens = (2, 4) if arguments.quick else (arguments.pairs, 32)
+    rounds, new_tokens = (2, 4) if arguments.quick else (arguments.rounds, 32)
     folder = resolve_model(arguments.model, progress=print)
     runner, tokenizer = ModelRunner.load(folder.path, dtype="bfloat16")
     engine = Engine(runner, tokenizer, name=folder.name, cache=CacheConfig(budget_bytes=2**29))
@@ -158,14 +159,14 @@ def main() -> None:
         "peer_attention": model.config._attn_implementation,
     }
     print(", ".join(f"{name} {value}" for name, value in setting.items()))
-    print("prompt   prefill ours/theirs   decode ours/theirs   prefill tok/s   decode tok/s   pairs   clock spread")
+    print("prompt   prefill ours/theirs   decode ours/theirs   prefill tok/s   decode tok/s   rounds   clock spread")
     rows = []
     for num_tokens in (64, 128) if arguments.quick else (512, 2048):
-        row = measure(engine, model, num_tokens, pairs, new_tokens)
+        row = measure(engine, model, num_tokens, rounds, new_tokens)
         rows.append(row)
         print(
             f"{row.prompt_tokens:6}   {row.prefill_ratio:19.2f}   {row.decode_ratio:18.2f}   "
-            f"{row.prefill_tokens_per_s:13.0f}   {row.decode_tokens_per_s:12.1f}   {row.pairs:5}   "
+            f"{row.prefill_tokens_per_s:13.0f}   {row.decode_tokens_per_s:12.1f}   {row.rounds:6}   "
             f"{row.calibration_spread:12.2f}",
             flush=True,
         )
