@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +134,11 @@ def test_a_model_whose_positions_are_not_understood_never_shifts_and_says_so_whe
         score_all(engine, conversation(8, with_tools=False))
     for session in engine._table:
         assert all(entry.offset == 0 for entry in session.view.entries)
+
+
+def test_a_falcon_folder_is_refused_by_the_way_it_attends(tmp_path: Path) -> None:
+    own = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    transformers.FalconForCausalLM(config("FalconConfig", alibi=False, **own)).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"{tmp_path.name}: its attention does not go through"):
+        ModelRunner.load(tmp_path, dtype="float32")

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from turnkv.errors import ModelFilesError
+from turnkv.errors import ModelFilesError, UnsupportedModelError
 
 
 def load_model(
@@ -22,6 +22,7 @@ def load_model(
 
     Raises:
         ModelFilesError: the files are missing, damaged, or need code that transformers has not.
+        UnsupportedModelError: the model does not look `attn_implementation` up where it is registered.
     """
     if not (folder / "config.json").is_file():
         raise ModelFilesError(f"{folder} holds no config.json, so it is no model folder; give one that does")
@@ -36,6 +37,10 @@ def load_model(
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, struct.error) as error:
+        if attn_implementation is not None and error.args == (attn_implementation,):
+            raise UnsupportedModelError(
+                f"{folder.name}: its attention does not go through transformers' attention interface; choose another model"
+            ) from error
         what = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelFilesError(
             f"{folder} could not be loaded: {what[0]}; check that it holds config.json, safetensors weights and a "
