@@ -7,7 +7,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from turnkv.config import SamplingParams
-from turnkv.engine import Engine, Reply, Score
+from turnkv.engine import Engine, Reply, Score, Usage
 from turnkv.engine.journal import dump_journal
 from turnkv.errors import TurnKVError, UnknownSessionError
 from turnkv.evaluate.results import ReplayResult, RequestResult, SessionResult, write_atomically
@@ -216,26 +216,18 @@ class _Unfinished:
 
 
 def _scored(score: Score, *, is_measured: bool) -> RequestResult:
-    usage = score.usage
-    return RequestResult(
-        turn=usage.turn,
-        kind=usage.kind,
-        prompt_tokens=usage.prompt_tokens,
-        computed_tokens=usage.computed_tokens,
-        cached_tokens=usage.cached_tokens,
-        dropped_tokens=usage.dropped_tokens,
-        noted_tokens=usage.noted_tokens,
-        kv_bytes=usage.kv_bytes,
-        ttft_s=usage.ttft_s if is_measured else 0.0,
-        nll=score.nll if is_measured else None,
-        scored_tokens=usage.reply_tokens,
-        dropped_turns=usage.dropped_turns,
-        top1=sum(score.is_top) / len(score.is_top) if is_measured else None,
-    )
+    result = replace(_account(score.usage), scored_tokens=score.usage.reply_tokens)
+    if not is_measured:
+        return replace(result, ttft_s=0.0)
+    return replace(result, nll=score.nll, top1=sum(score.is_top) / len(score.is_top))
 
 
 def _generated(reply: Reply) -> RequestResult:
-    usage = reply.usage
+    calls = reply.message.to_openai().get("tool_calls")
+    return replace(_account(reply.usage), reply=reply.message.content or json.dumps(calls, ensure_ascii=False))
+
+
+def _account(usage: Usage) -> RequestResult:
     return RequestResult(
         turn=usage.turn,
         kind=usage.kind,
@@ -249,7 +241,6 @@ def _generated(reply: Reply) -> RequestResult:
         nll=None,
         scored_tokens=0,
         dropped_turns=usage.dropped_turns,
-        reply=reply.message.content or json.dumps(reply.message.to_openai().get("tool_calls"), ensure_ascii=False),
     )
 
 

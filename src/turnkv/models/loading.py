@@ -39,7 +39,7 @@ def load_model(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, struct.error) as error:
         if attn_implementation is not None and error.args == (attn_implementation,):
             raise UnsupportedModelError(
-                f"{folder.name}: its attention does not go through transformers' attention interface; choose another model"
+                f"{folder.name}: its attention does not go through transformers' interface; choose another model"
             ) from error
         what = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelFilesError(
