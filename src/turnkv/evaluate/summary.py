@@ -33,7 +33,7 @@ def comparison_table(results: Sequence[ReplayResult], session_id: str) -> Table:
     """About a dozen requests of one session, the policies side by side, with totals and ratios to the first policy.
 
     The first request, the last, those that failed and up to 16 at which turns were dropped are among them.
-    Two policies fit into 100 columns.
+    `full` and `window` fit into 80 columns, long names and two policies that drop into 92.
 
     Raises:
         TurnKVError: no result has a session of this id.
@@ -123,9 +123,9 @@ def _add_columns(table: Table, comparison: Comparison, run: Run) -> None:
     difference = None if shared.nll is None or reference.nll is None else shared.nll - reference.nll
     whole = shared.of(requests)
     columns = (
-        ("KV", bytes_text(whole.peak_kv_bytes), ratio_text(shared.peak_kv_bytes, reference.peak_kv_bytes)),
-        ("TTFT ms", seconds_text(whole.ttft_s), ratio_text(shared.ttft_s, reference.ttft_s)),
-        ("computed", count_text(whole.computed_tokens), ratio_text(shared.computed_tokens, reference.computed_tokens)),
+        ("KV MB", _megabytes(whole.peak_kv_bytes), ratio_text(shared.peak_kv_bytes, reference.peak_kv_bytes)),
+        ("TTFT", seconds_text(whole.ttft_s), ratio_text(shared.ttft_s, reference.ttft_s)),
+        ("new", count_text(whole.computed_tokens), ratio_text(shared.computed_tokens, reference.computed_tokens)),
         ("NLL", nll_text(whole.nll), difference_text(difference)),
     )
     group = _cut(run.policy)
@@ -134,14 +134,14 @@ def _add_columns(table: Table, comparison: Comparison, run: Run) -> None:
         group = ""
     if run.has_drops:
         num_dropped = sum(len(request.dropped_turns) for request in requests)
-        table.add_column(Text("\ndrops"), Text(f"{num_dropped}"), justify="right", no_wrap=True)
+        table.add_column(Text("\ndrop"), Text(f"{num_dropped}"), justify="right", no_wrap=True)
 
 
 def _cells(run: Run, i: int) -> Iterator[Text]:
     requests = run.session.turns
     if i < len(requests):
         request = requests[i]
-        yield Text(bytes_text(request.kv_bytes))
+        yield Text(_megabytes(request.kv_bytes))
         yield Text(ms_text(request.ttft_s))
         yield Text(count_text(request.computed_tokens))
         yield Text(nll_text(request.nll))
@@ -163,8 +163,8 @@ def _turn_and_kind(comparison: Comparison, i: int) -> tuple[int, str]:
 def _caption(comparison: Comparison) -> Text:
     lines = [
         f"{len(sampled_requests(comparison))} of {comparison.num_requests} requests. "
-        "Last two lines: highest KV, sum of first-token times (TTFT), tokens computed, NLL"
-        + (", turns dropped." if any(run.has_drops for run in comparison.runs) else "."),
+        "TTFT: milliseconds to the first token; new: tokens computed. Last two lines: highest KV, sums, NLL"
+        + (", drop: turns dropped." if any(run.has_drops for run in comparison.runs) else "."),
     ]
     if comparison.num_shared < comparison.num_requests:
         lines.append(f"Ratios are over the {comparison.num_shared} requests that every policy answered.")
@@ -174,6 +174,14 @@ def _caption(comparison: Comparison) -> Text:
         if run.error_turn is not None
     ]
     return Text("\n".join(lines), style="dim")
+
+
+def _megabytes(num_bytes: int) -> str:
+    """Three digits that matter, without the unit."""
+    megabytes = num_bytes / 1e6
+    if megabytes >= 100:
+        return f"{megabytes:.0f}"
+    return f"{megabytes:.1f}" if megabytes >= 1 else f"{megabytes:.3g}"
 
 
 def _cut(name: str) -> str:
