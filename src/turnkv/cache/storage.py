@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -76,10 +77,9 @@ def token_bytes(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
 
 
 def slot_range(runs: Sequence[tuple[int, int]], device: torch.device) -> SlotRange:
-    """Name runs `(start, length)` as one slice if they are contiguous, else as an index of every slot."""
-    if len(runs) == 1:
-        start, length = runs[0]
-        return slice(start, start + length)
+    """Name runs `(start, length)` as one slice if each begins where the last ends, else as an index of every slot."""
     if not runs:
         return slice(0, 0)
+    if all(start + length == following for (start, length), (following, _) in pairwise(runs)):
+        return slice(runs[0][0], sum(runs[-1]))
     return torch.cat([torch.arange(start, start + length, device=device) for start, length in runs])

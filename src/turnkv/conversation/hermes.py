@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from turnkv.conversation.messages import ToolCall, load_arguments
 
-TAGS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 

@@ -33,7 +33,6 @@ class DryRunner(ModelRunner):
         self.device = torch.device("cpu")
         self.layers = ()
         self.max_positions = getattr(text, "max_position_embeddings", None)
-        self.vocabulary_size = text.vocab_size
 
     @staticmethod
     def load(folder: Path, *, dtype: str = "bfloat16", attention: str = "auto") -> tuple["DryRunner", Any]:

@@ -58,7 +58,6 @@ class ModelRunner:
         with torch.inference_mode():
             self.layers: tuple[ProbedLayer, ...] = probe_layers(model, config.num_hidden_layers)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        self.vocabulary_size: int = model.get_input_embeddings().weight.shape[0]
         self.body: AttentionBody = _body(attention)
 
     @staticmethod
@@ -141,13 +140,7 @@ class _Step:
             self._batch.append(SequenceView(coalesce((*chunk.past, *chunk.new)), first, count, runner.device))
             new.extend(chunk.new)
             first += count
-        slots: list[tuple[int, int]] = []
-        for run in new:
-            if slots and sum(slots[-1]) == run.slot:
-                slots[-1] = (slots[-1][0], slots[-1][1] + run.length)
-            else:
-                slots.append((run.slot, run.length))
-        self._slots = slot_range(slots, runner.device)
+        self._slots = slot_range([(run.slot, run.length) for run in new], runner.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         storage = self._storage
