@@ -43,7 +43,7 @@ def peaks(engine: Engine, session: RecordedSession) -> tuple[int, int]:
         held = engine.session(answered.session_id)
         closed = group_turns(held.messages)[:-1]
         records = [record for turn in closed for record in droppable_records(held, turn)]
-        droppable.append(sum(held.records[record].num_held for record in records) * engine.runner.token_bytes)
+        droppable.append(sum(held.record_bytes(record) for record in records))
         everything.append(answered.result.kv_bytes)
 
     result = replay_session(engine, session, after_request=look)

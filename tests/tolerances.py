@@ -6,13 +6,10 @@ They hold for values of about unit size: keys, values and queries drawn from the
 import torch
 
 ATTEND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""An attention body, offsets up to some hundreds included."""
+"""An attention body, offsets up to some hundreds included; of quantised keys and values, against what they mean."""
 
 ROTATE = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """A rotation by up to 1000 positions: the angle alone is rounded to 1000 * 2**-24 in float32."""
-
-MERGE = {torch.float64: 1e-14, torch.float32: 1e-6}
-"""Two partial softmaxes put together, as the docstring of `merge_attention` promises."""
 
 LOGITS = 1e-4
 """A tiny model's logits (spread about 1.2) in float32, against Hugging Face's or the masked oracle's."""

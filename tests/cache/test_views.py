@@ -1,12 +1,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnkv.cache import Entry, Extent, Run, Segment, View, coalesce, runs_of, segment_key
+from turnkv.cache import Entry, Extent, Part, Segment, TileGroup, View, segment_key, settled_key, slots_of
 from turnkv.cache.views import max_segment_tokens
+from turnkv.types import EXACT, SegmentKey, Tier
+
+INT8, INT4 = Tier("int8", "int8"), Tier("int4", "int4")
+TIERS = (EXACT, INT8, Tier("int8", "int4"))
 
 
 def view_of(lengths: Sequence[int], gaps: Sequence[int] = ()) -> View:
@@ -16,7 +21,7 @@ def view_of(lengths: Sequence[int], gaps: Sequence[int] = ()) -> View:
         position = view.next_position + (gaps[index] if index < len(gaps) else 0)
         tokens = tuple(range(slot, slot + length))
         key = segment_key(tokens, position, view.hash)
-        view = view.extended([Segment(key, tokens, position, (Extent(slot, slot + length),))], position + length)
+        view = view.extended([Segment.exact(key, tokens, position, (Extent(slot, slot + length),))], position + length)
         slot += length
     return view
 
@@ -84,46 +89,129 @@ def test_placing_moves_only_what_is_named(lengths: list[int], gaps: list[int], d
     assert placed.next_position == 99
 
 
-@pytest.mark.parametrize(
-    ("follower", "is_joined"),
-    [
-        (Run(14, 3, 104, 2), True),
-        (Run(15, 3, 104, 2), False),
-        (Run(14, 3, 105, 2), False),
-        (Run(14, 3, 104, 3), False),
-        (Run(7, 3, 97, 2), False),
-    ],
-    ids=["all continue", "other slots", "a gap in positions", "another offset", "in front"],
-)
-def test_runs_join_only_where_slot_position_and_offset_continue(follower: Run, is_joined: bool) -> None:
-    run = Run(10, 4, 100, 2)
-    assert coalesce([run, follower]) == ((Run(10, 7, 100, 2),) if is_joined else (run, follower))
+def keys_of(groups: Sequence[TileGroup]) -> list[tuple[Tier, int, int, int]]:
+    """(tier, offset, slot, virtual position) of each key, tile by tile."""
+    return [
+        (group.tier, group.offset, page * 16 + lane, group.positions[tile, lane])
+        for group in groups
+        for tile, (page, mask) in enumerate(zip(group.pages.tolist(), group.masks.tolist(), strict=True))
+        for lane in range(16)
+        if mask >> lane & 1
+    ]
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 2), st.integers(0, 9), st.integers(0, 1)), max_size=9))
-def test_joining_loses_no_token_and_leaves_nothing_to_join(parts: list[tuple[int, int, int, int]]) -> None:
-    def tokens(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
-        return [(run.slot + i, run.position + i, run.offset) for run in runs for i in range(run.length)]
-
-    runs = [Run(*part) for part in parts]
-    joined = coalesce(runs)
-    assert tokens(joined) == tokens(runs)
-    assert coalesce(joined) == joined
-    seams = sum(
-        (b[0] - a[0], b[1] - a[1], b[2] - a[2]) != (1, 1, 0)
-        for a, b in zip(tokens(runs), tokens(runs)[1:], strict=False)
-    )
-    assert len(joined) == (seams + 1 if runs else 0)
-
-
-def test_a_segment_in_two_extents_is_read_in_order() -> None:
-    assert runs_of([(32, 40), (0, 2)], position=5, offset=-1) == [Run(32, 8, 5, -1), Run(0, 2, 13, -1)]
+@given(st.lists(st.tuples(st.integers(0, 79), st.integers(0, 999)), min_size=1, max_size=60, unique_by=lambda t: t[0]))
+def test_a_group_names_each_key_once_in_as_few_tiles_as_the_order_allows(keys: list[tuple[int, int]]) -> None:
+    slots, positions = (np.array(column, dtype=np.int32) for column in zip(*keys, strict=True))
+    group = TileGroup.of(INT8, -4, slots, positions)
+    assert (group.tier, group.offset, group.num_keys) == (INT8, -4, len(keys))
+    assert [str(a.dtype) for a in (group.pages, group.masks, group.positions)] == ["int32", "uint16", "int32"]
+    assert group.positions.shape == (len(group.pages), 16)
+    assert all(array.flags["C_CONTIGUOUS"] for array in (group.pages, group.masks, group.positions))
+    assert sorted((slot, position) for _, _, slot, position in keys_of([group])) == sorted(keys)
+    pages = [slot // 16 for slot, _ in keys]
+    assert group.pages.tolist() == [page for i, page in enumerate(pages) if not i or page != pages[i - 1]]
+    lanes_left = [(tile, lane) for tile, mask in enumerate(group.masks) for lane in range(16) if not mask >> lane & 1]
+    assert not any(group.positions[tile, lane] for tile, lane in lanes_left)
 
 
-def test_a_view_reads_its_runs_joined_across_segments() -> None:
+def test_tiles_of_whole_and_partial_pages_are_as_drawn() -> None:
+    view = View().extended([Segment.exact(SegmentKey("a"), (0,) * 20, 5, (Extent(14, 32), Extent(64, 66)))], 25)
+    (group,) = view.placed({SegmentKey("a"): 2}, 30).tiles
+    assert group.pages.tolist() == [0, 1, 4]
+    assert group.masks.tolist() == [0xC000, 0xFFFF, 0x0003]
+    assert group.positions[0].tolist() == [0] * 14 + [7, 8]
+    assert group.positions[1].tolist() == list(range(9, 25))
+    assert group.positions[2].tolist() == [25, 26] + [0] * 14
+
+
+def test_neighbouring_segments_share_a_tile_and_a_drop_clears_its_bits() -> None:
     view = view_of([3, 4, 5])
-    assert view.runs == (Run(0, 12, 0, 0),)
-    assert view.without([view.segments[1]]).runs == (Run(0, 3, 0, 0), Run(7, 5, 7, 0))
+    (whole,) = view.tiles
+    assert (whole.pages.tolist(), whole.masks.tolist()) == ([0], [0x0FFF])
+    (rest,) = view.without([view.segments[1]]).tiles
+    assert (rest.pages.tolist(), rest.masks.tolist()) == ([0], [0x0F87])
+    assert View().tiles == ()
+
+
+@st.composite
+def settled_views(draw: st.DrawFn) -> tuple[View, list[tuple[Tier, int, int, int]]]:
+    """A view of segments whose tokens lie in tiers of their own, and its keys in any order."""
+    view, expected = View(), []
+    free = dict.fromkeys(TIERS, 0)
+    for number in range(draw(st.integers(0, 6))):
+        tiers = draw(st.lists(st.sampled_from(TIERS), min_size=1, max_size=24))
+        position, offset = view.next_position, draw(st.sampled_from([0, 0, 3, 7]))
+        parts = []
+        for tier in dict.fromkeys(tiers):
+            members = [i for i, own in enumerate(tiers) if own == tier]
+            cut = draw(st.integers(0, len(members)))
+            extents, start = [], free[tier]
+            for length in (cut, len(members) - cut):
+                if length:
+                    start += draw(st.integers(0, 20))
+                    extents.append(Extent(start, start + length))
+                    start += length
+            free[tier] = start
+            parts.append(Part(tier, tuple(extents), np.array(members, dtype=np.int32)))
+            slots = [slot for extent in extents for slot in range(extent.start, extent.stop)]
+            expected += [(tier, offset, slot, position + i + offset) for slot, i in zip(slots, members, strict=True)]
+        segment = Segment(SegmentKey(str(number)), (0,) * len(tiers), position, tuple(parts))
+        assert segment.tiers == tiers
+        assert segment.num_runs == sum(len(part.extents) for part in parts)
+        view = View((*view.entries, Entry(segment, offset)), position + len(tiers) + 7)
+    return view, expected
+
+
+@given(settled_views())
+def test_a_view_reads_every_key_once_by_tier_and_offset(
+    given_view: tuple[View, list[tuple[Tier, int, int, int]]],
+) -> None:
+    view, expected = given_view
+    assert sorted(keys_of(view.tiles)) == sorted(expected)
+    assert len({(group.tier, group.offset) for group in view.tiles}) == len(view.tiles)
+    assert sum(group.num_keys for group in view.tiles) == view.num_tokens
+    view.check()
+
+
+@given(lengths, gaps, st.data())
+def test_replacing_exchanges_segments_where_they_lie(lengths: list[int], gaps: list[int], data: st.DataObject) -> None:
+    view = view_of(lengths, gaps)
+    view = view.placed({s.key: data.draw(st.integers(0, 9)) for s in view.segments}, view.next_position + 9)
+    chosen = [segment for segment in view.segments if data.draw(st.booleans())]
+    settled = {
+        old: Segment(
+            settled_key(old.key, [(len(old), INT4)]),
+            old.tokens,
+            old.position,
+            (Part(INT4, old.parts[0].extents, old.parts[0].members),),
+        )
+        for old in chosen
+    }
+    replaced = view.replaced(settled)
+    assert replaced.next_position == view.next_position
+    assert [entry.segment for entry in replaced.entries] == [settled.get(s, s) for s in view.segments]
+    assert [(e.offset, e.position) for e in replaced.entries] == [(e.offset, e.position) for e in view.entries]
+    assert (replaced.hash == view.hash) == (not chosen)
+    places = [(position, INT4 if view.segments[i] in chosen else EXACT) for i, position in every_place(view)]
+    assert sorted((position, tier) for tier, _, _, position in keys_of(replaced.tiles)) == sorted(places)
+
+
+def every_place(view: View) -> list[tuple[int, int]]:
+    """(index of the entry, virtual position) of each token."""
+    return [(i, entry.position + n) for i, entry in enumerate(view.entries) for n in range(len(entry.segment))]
+
+
+def test_slots_of_extents_keep_their_order() -> None:
+    assert slots_of([Extent(32, 35), Extent(0, 2)]).tolist() == [32, 33, 34, 0, 1]
+    assert slots_of([]).dtype == np.int32
+    assert slots_of([]).tolist() == []
+
+
+@pytest.mark.parametrize("num_members", [0, 2, 4])
+def test_a_part_has_a_slot_for_each_member(num_members: int) -> None:
+    with pytest.raises(AssertionError):
+        Part(INT8, (Extent(0, 3),), np.arange(num_members, dtype=np.int32))
 
 
 def test_whatever_a_query_sees_changes_the_hash() -> None:
@@ -154,10 +242,27 @@ def test_a_segment_key_depends_on_each_part(tokens: list[int], position: int, vi
         segment_key([*tokens, 0], position, view_hash),
         segment_key(tokens, position + 1, view_hash),
         segment_key(tokens, position, view_hash + "b"),
-        segment_key(tokens, position, view_hash, tier="int8"),
+        settled_key(segment_key(tokens, position, view_hash), [(len(tokens), EXACT)]),
     }
     assert len(keys) == 5
     assert segment_key(tuple(tokens), position, view_hash) in keys
+
+
+def test_a_settled_key_depends_on_the_segment_and_on_each_tokens_tier() -> None:
+    key, other = segment_key([1, 2, 3], 0, ""), segment_key([1, 2, 4], 0, "")
+    mixed = Tier("int8", "int4")
+    tiers = [
+        [(3, EXACT)],
+        [(3, INT8)],
+        [(3, mixed)],
+        [(3, Tier("int4", "int8"))],
+        [(1, INT8), (2, mixed)],
+        [(2, INT8), (1, mixed)],
+        [(1, mixed), (2, INT8)],
+    ]
+    keys = [settled_key(of, each) for of in (key, other) for each in tiers]
+    assert len({key, other, *keys}) == 2 + len(keys)
+    assert settled_key(key, iter(tiers[4])) == keys[4]
 
 
 def test_an_entry_lies_where_its_segment_was_computed_plus_its_offset() -> None:

@@ -7,6 +7,7 @@ from tests.conversation.templates import CHATML, FAMILIES, Family, make_prefixin
 
 from turnkv.conversation.messages import Message, parse_messages
 from turnkv.conversation.rendering import RenderedMessage, Renderer
+from turnkv.conversation.spans import Classifier
 from turnkv.errors import InvalidMessagesError, UnsupportedModelError
 from turnkv.types import Role, SpanClass
 
@@ -173,8 +174,9 @@ def test_generation_stops_at_the_assistants_end_and_the_eos(family: Family) -> N
 @families
 def test_spans_partition_a_message_and_mark_its_calls(family: Family) -> None:
     tokenizer = family.tokenizer()
-    for message, rendered in zip(parse(AGENT)[1:], Renderer(tokenizer).render(parse(AGENT)), strict=True):
-        spans = rendered.spans
+    renderer = Renderer(tokenizer)
+    for message, rendered in zip(parse(AGENT)[1:], renderer.render(parse(AGENT)), strict=True):
+        spans = renderer.spans(message, rendered.tokens, Classifier(), rendered.header_tokens)
         assert [spans[0].start, spans[-1].stop] == [0, len(rendered.tokens)]
         assert all(one.stop == other.start and one.start < one.stop for one, other in pairwise(spans))
         assert all(span.role is message.role for span in spans)
@@ -288,9 +290,11 @@ def test_a_groups_results_are_cut_into_messages_without_loss(family: Family) -> 
 def test_a_history_that_the_template_would_rewrite_keeps_its_reasoning() -> None:
     tokenizer = FAMILIES["qwen3"].tokenizer()
     raw = [CHAT[1], {"role": "assistant", "content": "Hi.", "reasoning_content": "Greet."}, CHAT[3]]
-    rendered = Renderer(tokenizer).render(parse(raw))
+    renderer = Renderer(tokenizer)
+    rendered = renderer.render(parse(raw))
     assert "<think>\nGreet.\n</think>\n\nHi." in tokenizer.decode(rendered[1].tokens)
-    reasoning = [span for span in rendered[1].spans if span.span_class is SpanClass.REASONING]
+    spans = renderer.spans(parse(raw)[1], rendered[1].tokens, Classifier(), rendered[1].header_tokens)
+    reasoning = [span for span in spans if span.span_class is SpanClass.REASONING]
     assert [tokenizer.decode(rendered[1].tokens[span.start : span.stop]) for span in reasoning] == ["Greet."]
 
 

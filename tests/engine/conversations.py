@@ -58,9 +58,10 @@ def tiny_engine(
     budget_bytes: int = 32 * 2**20,
     attention: str = "auto",
     max_positions: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Engine:
-    """An engine over a family's tiny model, in float32."""
-    runner = ModelRunner(tiny_model(family, "turnkv"), attention=attention)
+    """An engine over a family's tiny model."""
+    runner = ModelRunner(tiny_model(family, "turnkv", dtype), attention=attention)
     if max_positions is not None:
         runner.max_positions = max_positions
     return Engine(

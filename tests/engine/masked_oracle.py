@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from turnkv.engine.journal import Drop, Event, Extend, Fork, Shift
+from turnkv.cache.formats import FORMATS
+from turnkv.engine.journal import Drop, Event, Extend, Fork, Settle, Shift
+from turnkv.types import EXACT, Tier
 
 
 @dataclass
@@ -28,13 +30,19 @@ class Account:
     """[T, T], int: how far key j is moved for query i."""
     places: list[tuple[int, int]]
     """(record, index within it)."""
+    chains: list[tuple[Tier, ...]]
+    """Ways of storing a token: the tiers that it went through, one after the other. The first is none at all."""
+    stored: Tensor
+    """[T, T], int: in which of the ways query i sees key j."""
 
 
 def account_of(journal: Sequence[Event]) -> Account:
     """Walk the journal: each token sees what is in the view when it is computed."""
     tokens: list[int] = []
     positions: list[int] = []
-    rows: list[tuple[dict[int, int], int]] = []
+    rows: list[tuple[dict[int, int], dict[int, int]]] = []
+    chains: list[tuple[Tier, ...]] = [()]
+    chain: dict[int, int] = {}
     members: dict[str, list[int]] = {}
     records: dict[str, int] = {}
     offsets: dict[str, int] = {}
@@ -50,7 +58,7 @@ def account_of(journal: Sequence[Event]) -> Account:
                 offsets[key] = 0
                 for token in part:
                     seen = seen | {len(tokens): 0}
-                    rows.append((seen, len(tokens)))
+                    rows.append((seen, dict(chain)))
                     members[key].append(len(tokens))
                     tokens.append(token)
                     places.append((record, lengths.setdefault(record, 0)))
@@ -60,6 +68,16 @@ def account_of(journal: Sequence[Event]) -> Account:
         elif isinstance(event, Drop):
             for key in event.keys:
                 del offsets[key]
+        elif isinstance(event, Settle):
+            members[event.into], records[event.into] = members[event.key], records[event.key]
+            offsets[event.into] = offsets.pop(event.key)
+            tiers = [Tier(key, value) for count, key, value in event.tiers for _ in range(count)]
+            for token, tier in zip(members[event.into], tiers, strict=True):
+                before = chains[chain.get(token, 0)]
+                if tier != (before[-1] if before else EXACT):
+                    after = (*before, tier)
+                    chains += [] if after in chains else [after]
+                    chain[token] = chains.index(after)
         elif isinstance(event, Shift):
             offsets.update(dict(event.offsets))
         elif isinstance(event, Fork):
@@ -68,11 +86,20 @@ def account_of(journal: Sequence[Event]) -> Account:
     count = len(tokens)
     visible = torch.zeros(count, count, dtype=torch.bool)
     moved = torch.zeros(count, count, dtype=torch.int64)
-    for row, (seen, _) in enumerate(rows):
+    stored = torch.zeros(count, count, dtype=torch.int64)
+    for row, (seen, ways) in enumerate(rows):
         for token, offset in seen.items():
             visible[row, token] = True
             moved[row, token] = offset
-    return Account(tokens, positions, visible, moved, places)
+            stored[row, token] = ways.get(token, 0)
+    return Account(tokens, positions, visible, moved, places, chains, stored)
+
+
+def _through(vectors: Tensor, formats: Sequence[str]) -> Tensor:
+    """Vectors as they are read after having been stored in one format after the other."""
+    for name in formats:
+        vectors = FORMATS[name].read(*FORMATS[name].quantise(vectors)).to(vectors.dtype)
+    return vectors
 
 
 class _Oracle:
@@ -93,13 +120,13 @@ class _Oracle:
         visible = self.account.visible.clone()
         if options.get("sliding_window") is not None:
             visible &= distance < options["sliding_window"]
-        scores = torch.einsum("htd,hsd->hts", query, key)
-        for offset in set(self.account.offsets.flatten().tolist()):
-            if offset:
-                turned = self._rotated(module, key, offset)
-                scores = torch.where(
-                    self.account.offsets == offset, torch.einsum("htd,hsd->hts", query, turned), scores
-                )
+        scores = query.new_zeros(query.shape[0], query.shape[1], key.shape[1])
+        for way, chain in enumerate(self.account.chains):
+            read = _through(key, [tier.keys for tier in chain])
+            for offset in set(self.account.offsets[self.account.stored == way].tolist()):
+                turned = self._rotated(module, read, offset) if offset else read
+                is_so = (self.account.stored == way) & (self.account.offsets == offset)
+                scores = torch.where(is_so, torch.einsum("htd,hsd->hts", query, turned), scores)
         scores = scores * options["scaling"]
         if options.get("softcap") is not None:
             scores = torch.tanh(scores / options["softcap"]) * options["softcap"]
@@ -107,7 +134,11 @@ class _Oracle:
         if options.get("s_aux") is not None:
             scores = torch.cat([scores, options["s_aux"].view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
         weights = torch.softmax(scores, -1)[..., : key.shape[1]]
-        return torch.einsum("hts,hse->the", weights, value)[None], None
+        out = torch.zeros_like(query).transpose(0, 1)
+        for way, chain in enumerate(self.account.chains):
+            read = _through(value, [tier.values for tier in chain])
+            out = out + torch.einsum("hts,hse->the", weights * (self.account.stored == way), read)
+        return out[None], None
 
     def _rotated(self, module: Any, key: Tensor, distance: int) -> Tensor:
         """Keys moved by a distance, with the model's own rotary embedding less its attention factor."""

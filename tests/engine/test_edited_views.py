@@ -7,6 +7,7 @@ from tests.engine.masked_oracle import account_of, oracle_logits
 from tests.families import FAMILIES, tiny_model
 from tests.tolerances import LOGITS
 
+from turnkv.cache import Segment
 from turnkv.engine import Engine, Session
 from turnkv.engine.journal import Shift
 from turnkv.policy import Keep, Policy, Window
@@ -20,20 +21,31 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def stored(engine: Engine, segment: Segment) -> list[tuple[str, bytes]]:
+    """All codes and scales of a segment, by tier."""
+    storage = engine._memory.storage
+    return [(str(part.tier), storage.bytes_of(part.tier, part.slots)) for part in segment.parts]
+
+
 def observed_equal_the_oracle(
-    engine: Engine, family: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    engine: Engine,
+    family: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    atol: float = LOGITS,
 ) -> Session:
     """Score a conversation and hold every logit against the masked forward; gives the session."""
     score, got = score_all(engine, messages, tools)
     session = engine.session(score.session_id)
-    account, logits = oracle_logits(tiny_model(family, "masked_oracle"), session.journal)
+    account, logits = oracle_logits(tiny_model(family, "masked_oracle", engine.runner.dtype), session.journal)
     replies = {i: record for i, record in enumerate(session.records) if record.header_tokens}
     rows = [
         row
         for row, (record, index) in enumerate(account.places)
         if record in replies and replies[record].header_tokens - 1 <= index < len(replies[record].tokens) - 1
     ]
-    torch.testing.assert_close(got, logits[rows], atol=LOGITS, rtol=0)
+    torch.testing.assert_close(got, logits[rows].to(got.dtype), atol=atol, rtol=0)
     return session
 
 
@@ -96,9 +108,9 @@ def test_a_drop_moves_nothing_and_keeps_every_other_segment_bit_for_bit() -> Non
     engine = tiny_engine()
     score, _ = score_all(engine, conversation(6), TOOLS)
     session = engine.session(score.session_id)
-    before = {e.segment.key: (e.offset, engine._storage.bytes_of(e.segment.extents)) for e in session.view.entries}
+    before = {e.segment.key: (e.offset, stored(engine, e.segment)) for e in session.view.entries}
     num_gone = engine.drop(session.id, 2)
-    after = {e.segment.key: (e.offset, engine._storage.bytes_of(e.segment.extents)) for e in session.view.entries}
+    after = {e.segment.key: (e.offset, stored(engine, e.segment)) for e in session.view.entries}
     assert num_gone > 0
     assert len(after) < len(before)
     assert all(before[key] == value for key, value in after.items())
@@ -117,5 +129,5 @@ def test_a_journal_makes_the_same_view_again_bit_for_bit(max_positions: int) -> 
     assert again.view.entries, "an empty view would prove nothing"
     for mine, theirs in zip(session.view.entries, again.view.entries, strict=True):
         assert (mine.segment.key, mine.offset) == (theirs.segment.key, theirs.offset)
-        assert engine._storage.bytes_of(mine.segment.extents) == other._storage.bytes_of(theirs.segment.extents)
+        assert stored(engine, mine.segment) == stored(other, theirs.segment)
     assert again.journal == session.journal

@@ -1,10 +1,10 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from turnkv.policy import FULL, Drop, Keep, Policy, Snapshot, TurnSnapshot, Window, decide
+from turnkv.policy import FULL, Drop, Keep, Policy, Size, Snapshot, TurnSnapshot, Window, decide
 from turnkv.policy.policy import ToolResults
 from turnkv.types import TurnKind
 
@@ -19,23 +19,35 @@ def turn(
     tools: int = 0,
     is_closed: bool = True,
     is_pinned: bool = False,
+    token_bytes: int = 1,
 ) -> TurnSnapshot:
     return TurnSnapshot(
-        index=index, kind=kind, is_closed=is_closed, is_pinned=is_pinned, chat_tokens=chat, tool_tokens=tools
+        index=index,
+        kind=kind,
+        is_closed=is_closed,
+        is_pinned=is_pinned,
+        chat=Size(chat, chat * token_bytes),
+        tools=Size(tools, tools * token_bytes),
     )
 
 
 def may_go(turn: TurnSnapshot) -> bool:
     """Written anew, so that the tests do not believe `is_candidate`."""
-    return turn.is_closed and not turn.is_pinned and turn.chat_tokens + turn.tool_tokens > 0
+    return turn.is_closed and not turn.is_pinned and turn.chat.tokens + turn.tools.tokens > 0
 
 
 def snapshot_of(
-    turns: Sequence[TurnSnapshot], *, fixed: int = 0, max_tokens: int | None = None, token_bytes: int = 1
+    turns: Sequence[TurnSnapshot],
+    *,
+    fixed: int = 0,
+    max_tokens: int | None = None,
+    max_bytes: int = 10**9,
+    token_bytes: int = 1,
 ) -> Snapshot:
     """A session that also holds `fixed` tokens which no drop may take: system text, open turn, reply."""
-    held = sum(turn.tokens for turn in turns if may_go(turn))
-    return Snapshot(turns=turns, total_tokens=held + fixed, max_tokens=max_tokens, token_bytes=token_bytes)
+    held = sum((turn.size for turn in turns if may_go(turn)), Size())
+    total = held + Size(fixed, fixed * token_bytes)
+    return Snapshot(turns=turns, total=total, max_tokens=max_tokens, max_bytes=max_bytes)
 
 
 def policy_of(
@@ -63,6 +75,7 @@ def turn_lists(draw: st.DrawFn) -> list[TurnSnapshot]:
                 chat=draw(st.integers(0, 20)),
                 tools=draw(st.integers(0, 60)) if kind is TOOL else 0,
                 is_pinned=draw(st.integers(0, 5)) == 0,
+                token_bytes=draw(st.integers(1, 3)),
             )
         )
     return [*turns, turn(len(turns), is_closed=False)]
@@ -86,22 +99,25 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         draw(turn_lists()),
         fixed=draw(st.integers(10, 100)),
         max_tokens=draw(st.none() | st.integers(1, 400)),
+        max_bytes=draw(st.integers(1, 900)),
         token_bytes=draw(st.integers(1, 3)),
     )
 
 
-def limit_of(policy: Policy, snapshot: Snapshot) -> int | None:
-    """The tokens that a session may hold before some go, by whichever limit is narrower."""
+def limits_of(policy: Policy, snapshot: Snapshot) -> list[tuple[int, Callable[[Size], int]]]:
+    """What a session may hold before some goes, each with what it counts."""
     assert policy.window is not None
-    limits = [] if snapshot.max_tokens is None else [snapshot.max_tokens]
+    limits: list[tuple[int, Callable[[Size], int]]] = [(snapshot.max_bytes, lambda size: size.bytes)]
     if policy.window.budget_bytes is not None:
-        limits.append(policy.window.budget_bytes // snapshot.token_bytes)
-    return min(limits, default=None)
+        limits.append((policy.window.budget_bytes, lambda size: size.bytes))
+    if snapshot.max_tokens is not None:
+        limits.append((snapshot.max_tokens, lambda size: size.tokens))
+    return limits
 
 
-def freed_by(drops: Sequence[Drop], snapshot: Snapshot) -> int:
+def freed_by(drops: Sequence[Drop], snapshot: Snapshot) -> Size:
     turns = {turn.index: turn for turn in snapshot.turns}
-    return sum(turns[drop.turn].tool_tokens if drop.part == "tools" else turns[drop.turn].tokens for drop in drops)
+    return sum((turns[drop.turn].tools if drop.part == "tools" else turns[drop.turn].size for drop in drops), Size())
 
 
 def candidates(snapshot: Snapshot) -> list[TurnSnapshot]:
@@ -109,8 +125,7 @@ def candidates(snapshot: Snapshot) -> list[TurnSnapshot]:
 
 
 def is_over_limit(policy: Policy, snapshot: Snapshot) -> bool:
-    limit = limit_of(policy, snapshot)
-    return limit is not None and snapshot.total_tokens > limit
+    return any(count(snapshot.total) > limit for limit, count in limits_of(policy, snapshot))
 
 
 def wholly_gone(drops: Sequence[Drop]) -> set[int]:
@@ -132,7 +147,7 @@ def test_only_closed_turns_with_tokens_and_no_pin_go(policy: Policy, snapshot: S
     for drop in decide(policy, snapshot):
         assert drop.turn in allowed
         # A partial drop takes something and leaves something.
-        assert drop.part == "all" or (allowed[drop.turn].tool_tokens > 0 and allowed[drop.turn].chat_tokens > 0)
+        assert drop.part == "all" or (allowed[drop.turn].tools.tokens > 0 and allowed[drop.turn].chat.tokens > 0)
 
 
 @given(policies(), snapshots())
@@ -167,14 +182,14 @@ def test_a_drop_by_count_spares_the_recent_and_stops_at_the_low_mark(policy: Pol
 @given(policies(), snapshots())
 def test_too_many_tokens_leave_no_more_than_the_low_mark(policy: Policy, snapshot: Snapshot) -> None:
     assert policy.window is not None
-    limit = limit_of(policy, snapshot)
-    if limit is None or snapshot.total_tokens <= limit:
-        return
     drops = decide(policy, snapshot)
-    fixed = snapshot.total_tokens - sum(turn.tokens for turn in candidates(snapshot))
-    target = fixed + max(0, limit - fixed) * policy.window.low // policy.window.high
-    left = snapshot.total_tokens - freed_by(drops, snapshot)
-    assert left <= target or wholly_gone(drops) == {turn.index for turn in candidates(snapshot)}
+    droppable = sum((turn.size for turn in candidates(snapshot)), Size())
+    for limit, count in limits_of(policy, snapshot):
+        if count(snapshot.total) > limit:
+            fixed = count(snapshot.total - droppable)
+            target = fixed + max(0, limit - fixed) * policy.window.low // policy.window.high
+            left = count(snapshot.total - freed_by(drops, snapshot))
+            assert left <= target or wholly_gone(drops) == {turn.index for turn in candidates(snapshot)}
 
 
 @given(policies(), snapshots())
@@ -199,8 +214,8 @@ def test_cleared_results_go_before_any_chat(policy: Policy, snapshot: Snapshot) 
     drops = {drop.turn: drop.part for drop in decide(policy, snapshot)}
     num_old = max(0, len(held) - policy.keep.recent)
     for group in (held[:num_old], held[num_old:]):
-        if any(drops.get(turn.index) == "all" and turn.chat_tokens for turn in group):
-            assert all(turn.index in drops for turn in group if turn.tool_tokens)
+        if any(drops.get(turn.index) == "all" and turn.chat.tokens for turn in group):
+            assert all(turn.index in drops for turn in group if turn.tools.tokens)
 
 
 @given(policies(), snapshots())
@@ -225,7 +240,7 @@ def test_a_turn_too_many_brings_the_count_down_to_the_low_mark() -> None:
 
 
 def test_tokens_may_reach_the_limit_but_not_pass_it() -> None:
-    snapshot = snapshot_of([turn(i) for i in range(10)], max_tokens=100, token_bytes=3)
+    snapshot = snapshot_of([turn(i, token_bytes=3) for i in range(10)], max_tokens=100, token_bytes=3)
     assert decide(policy_of(20, 10), snapshot) == ()
     assert decide(policy_of(20, 10, budget=300), snapshot) == ()
     assert len(decide(policy_of(20, 10, budget=299), snapshot)) == 6
@@ -261,7 +276,7 @@ def test_a_turn_of_nothing_but_results_is_dropped_whole() -> None:
 
 
 def test_the_narrower_of_budget_and_positions_counts() -> None:
-    turns = [turn(i) for i in range(10)]
+    turns = [turn(i, token_bytes=4) for i in range(10)]
     snapshot = snapshot_of(turns, fixed=20, max_tokens=110, token_bytes=4)
     assert len(decide(policy_of(20, 20), snapshot)) == 1
     assert len(decide(policy_of(20, 20, budget=4 * 79), snapshot)) == 5

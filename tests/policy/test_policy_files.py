@@ -6,7 +6,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from turnkv.errors import InvalidConfigError, InvalidFileError
-from turnkv.policy import FULL, Keep, Policy, Window, load_policy, parse_policy, parse_size, preset_names
+from turnkv.policy import (
+    FULL,
+    Keep,
+    Old,
+    Policy,
+    Precision,
+    Window,
+    load_policy,
+    parse_policy,
+    parse_size,
+    preset_names,
+)
+from turnkv.types import SpanClass, Tier
 
 WHOLE = """
 [window]
@@ -19,11 +31,18 @@ overflow = "refuse"
 pinned = ["(?i)never forget", "^todo:"]
 tool_results = "clear"
 recent = 1
+
+[precision]
+exact = ["number", "role:tool"]
+rest = { k = "int8", v = "int4" }
+old = { after = 3, store = "int4" }
+exact_layers = [0, 29]
+patterns = { number = ["[A-Z]{2}\\\\d+"], code = ["SKU-.*"] }
 """
 
 
 def test_every_preset_loads_and_describes_itself() -> None:
-    assert {"full", "window"} <= set(preset_names())
+    assert set(preset_names()) == {"full", "window", "balanced", "lean"}
     for name in preset_names():
         policy = load_policy(name)
         assert policy.name == name
@@ -42,6 +61,13 @@ def test_a_file_sets_every_field(tmp_path: Path) -> None:
         name="mine",
         window=Window(high=7, low=3, budget_bytes=3 * 2**29, overflow="refuse"),
         keep=Keep(pinned=("(?i)never forget", "^todo:"), tool_results="clear", recent=1),
+        precision=Precision(
+            exact=("number", "role:tool"),
+            rest=Tier("int8", "int4"),
+            old=Old(after=3, store=Tier("int4", "int4")),
+            exact_layers=(0, 29),
+            patterns={SpanClass.NUMBER: (r"[A-Z]{2}\d+",), SpanClass.CODE: ("SKU-.*",)},
+        ),
     )
 
 
@@ -49,6 +75,8 @@ def test_sections_and_keys_may_be_left_out() -> None:
     assert parse_policy("p", "") == Policy(name="p")
     assert parse_policy("p", "[window]") == Policy(name="p", window=Window())
     assert parse_policy("p", "[keep]\nrecent = 0").keep == Keep(recent=0)
+    assert parse_policy("p", "[precision]").precision == Precision()
+    assert parse_policy("p", '[precision]\nrest = "fp8"').precision == Precision(rest=Tier("fp8", "fp8"))
 
 
 def test_a_preset_is_preferred_to_a_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +89,25 @@ def test_a_preset_is_preferred_to_a_file_of_its_name(tmp_path: Path, monkeypatch
     ("text", "field"),
     [
         ("[widow]", "widow"),
+        ("[precision]\nrset = 1", "precision.rset"),
+        ('[precision]\nexact = "number"', "precision.exact"),
+        ('[precision]\nexact = ["numbers"]', "precision.exact[0]"),
+        ('[precision]\nexact = ["number", "role:robot"]', "precision.exact[1]"),
+        ("[precision]\nrest = 8", "precision.rest"),
+        ('[precision]\nrest = "int3"', "precision.rest"),
+        ('[precision]\nrest = { k = "int8" }', "precision.rest"),
+        ('[precision]\nrest = { k = "int8", v = "int2" }', "precision.rest"),
+        ('[precision]\nold = "int4"', "precision.old"),
+        ("[precision]\nold = { after = 2 }", "precision.old"),
+        ('[precision]\nold = { after = -1, store = "int4" }', "precision.old.after"),
+        ('[precision]\nold = { after = true, store = "int4" }', "precision.old"),
+        ('[precision]\nold = { after = 1, store = "int5" }', "precision.old.store"),
+        ("[precision]\nexact_layers = 3", "precision.exact_layers"),
+        ("[precision]\nexact_layers = [-1]", "precision.exact_layers"),
+        ('[precision]\npatterns = ["a"]', "precision.patterns"),
+        ('[precision]\npatterns = { numbre = ["a"] }', "precision.patterns.numbre"),
+        ('[precision]\npatterns = { number = "a" }', "precision.patterns.number"),
+        ('[precision]\npatterns = { number = ["a", "("] }', "precision.patterns.number[1]"),
         ("high = 3", "high"),
         ("window = 3", "window"),
         ("keep = []", "keep"),

@@ -23,15 +23,35 @@ class Extent:
         return range(self.start // PAGE_TOKENS, (self.stop - 1) // PAGE_TOKENS + 1)
 
 
+class Budget:
+    """Bytes that the pools of all tiers may hold together."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.held_bytes = 0
+        """Of pages in use or claimed."""
+        self.touched_bytes = 0
+        """Of pages that were ever claimed, less those given back to the system: at most this much is committed."""
+
+    @property
+    def free_bytes(self) -> int:
+        """What pools may still claim."""
+        return self.total_bytes - self.held_bytes
+
+
 class PagePool:
     """Knows of each page how many of its slots hold tokens and whether a writer has claimed it.
 
     A page is free when it has neither. Slots are counted rather than owners, so that the sum over pages
-    is exactly the number of tokens held, and a slot used twice is found at once.
+    is exactly the number of tokens held, and a slot used twice is found at once. Pools of several tiers share a budget
+    of bytes; each has pages enough to use all of it.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, page_bytes: int = 1, budget: Budget | None = None) -> None:
         self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        self.budget = budget or Budget(num_pages * page_bytes)
+        self._is_touched = bytearray(num_pages)
         self._used_slots = [0] * num_pages
         self._is_claimed = bytearray(num_pages)
         self._free_runs: dict[int, int] = {0: num_pages} if num_pages else {}
@@ -42,7 +62,7 @@ class PagePool:
     @property
     def num_free_pages(self) -> int:
         """Pages that `claim` can hand out."""
-        return self._num_free
+        return min(self._num_free, self.budget.free_bytes // self.page_bytes)
 
     @property
     def num_held_pages(self) -> int:
@@ -71,9 +91,9 @@ class PagePool:
         Raises:
             OutOfPagesError: fewer than `count` are free. The pool is unchanged.
         """
-        if count > self._num_free:
+        if count > self.num_free_pages:
             raise OutOfPagesError(
-                f"{count} pages are wanted and {self._num_free} of {self.num_pages} are free; "
+                f"{count} pages are wanted and {self.num_free_pages} of {self.num_pages} are free; "
                 "raise the KV budget, or end a session"
             )
         chosen: list[tuple[int, int]] = []
@@ -90,6 +110,8 @@ class PagePool:
         for start, length in chosen:
             self._cut_free(start, length)
             self._is_claimed[start : start + length] = b"\1" * length
+            self.budget.touched_bytes += self._is_touched.count(0, start, start + length) * self.page_bytes
+            self._is_touched[start : start + length] = b"\1" * length
         return [Extent(start * PAGE_TOKENS, (start + length) * PAGE_TOKENS) for start, length in chosen]
 
     def unclaim(self, page: int) -> None:
@@ -114,6 +136,18 @@ class PagePool:
             self._free_if_idle(page)
         self._num_used_slots -= len(extent)
 
+    def untouch(self) -> list[Extent]:
+        """Count free pages as given back to the system, and say which the caller is to give back."""
+        runs = []
+        for start, length in sorted(self._free_runs.items()):
+            stop = start + length
+            num_touched = self._is_touched.count(1, start, stop)
+            if num_touched:
+                runs.append(Extent(start * PAGE_TOKENS, stop * PAGE_TOKENS))
+                self.budget.touched_bytes -= num_touched * self.page_bytes
+                self._is_touched[start:stop] = bytes(length)
+        return runs
+
     def check(self) -> None:
         """Assert what always holds."""
         free: set[int] = set()
@@ -136,6 +170,7 @@ class PagePool:
             self._free_runs[start + length] = run_length - length
             self._free_starts[start + run_length] = start + length
         self._num_free -= length
+        self.budget.held_bytes += length * self.page_bytes
 
     def _free_if_idle(self, page: int) -> None:
         if self._used_slots[page] or self._is_claimed[page]:
@@ -148,6 +183,7 @@ class PagePool:
         self._free_runs[start] = stop - start
         self._free_starts[stop] = start
         self._num_free += 1
+        self.budget.held_bytes -= self.page_bytes
 
 
 def _slots_by_page(extent: Extent) -> Iterator[tuple[int, int]]:

@@ -6,19 +6,44 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from turnkv.cache.segments import Segment
-from turnkv.types import SegmentKey
+from turnkv.config import PAGE_TOKENS
+from turnkv.types import SegmentKey, Tier
 
 
-class Run(NamedTuple):
-    """Adjacent slots at adjacent virtual positions, with one offset."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TileGroup:
+    """Keys of one sequence in one tier and with one offset, by the tiles of 16 slots that hold them. N tiles."""
 
-    slot: int
-    length: int
-    position: int
-    """Virtual position of the first key: where it was computed, plus the offset."""
+    tier: Tier
     offset: int
-    """What was added to the position at which the keys were computed."""
+    """What was added to the positions at which the keys were computed."""
+    pages: NDArray[np.int32]
+    """int32 [N]; a page may come twice, then with different slots."""
+    masks: NDArray[np.uint16]
+    """uint16 [N], bit i set where slot i of the page holds a key of the group."""
+    positions: NDArray[np.int32]
+    """int32 [N, 16], virtual positions; 0 where there is no key."""
+
+    @staticmethod
+    def of(tier: Tier, offset: int, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> "TileGroup":
+        """Group keys by their slots, int32 [M], at virtual positions, int32 [M]; at least one. The order stays."""
+        pages, lanes = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+        is_first = np.diff(pages, prepend=-1) != 0
+        starts = np.flatnonzero(is_first)
+        tiles = np.cumsum(is_first) - 1
+        at = np.zeros((len(starts), PAGE_TOKENS), dtype=np.int32)
+        at[tiles, lanes] = positions
+        masks = np.bitwise_or.reduceat(np.left_shift(1, lanes).astype(np.uint16), starts)
+        return TileGroup(tier, offset, np.ascontiguousarray(pages[starts]), masks, at)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys in the group."""
+        return int(np.bitwise_count(self.masks).sum())
 
 
 class Entry(NamedTuple):
@@ -31,32 +56,6 @@ class Entry(NamedTuple):
     def position(self) -> int:
         """Virtual position of the first token."""
         return self.segment.position + self.offset
-
-
-def runs_of(extents: Iterable[tuple[int, int]], position: int, offset: int = 0) -> list[Run]:
-    """Place extents `(start, stop)` one after another from a virtual position on."""
-    runs = []
-    for start, stop in extents:
-        runs.append(Run(start, stop - start, position, offset))
-        position += stop - start
-    return runs
-
-
-def coalesce(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Join runs that continue each other in memory, in position and with the same offset."""
-    joined: list[Run] = []
-    for run in runs:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.slot + last.length == run.slot
-            and last.position + last.length == run.position
-            and last.offset == run.offset
-        ):
-            joined[-1] = last._replace(length=last.length + run.length)
-        else:
-            joined.append(run)
-    return tuple(joined)
 
 
 def max_segment_tokens(num_positions: int) -> int:
@@ -78,14 +77,17 @@ class View:
         return sum(len(entry.segment) for entry in self.entries)
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def tiles(self) -> tuple[TileGroup, ...]:
         """The view as kernels read it."""
-        return coalesce(
-            run
-            for entry in self.entries
-            for run in runs_of(
-                ((extent.start, extent.stop) for extent in entry.segment.extents), entry.position, entry.offset
-            )
+        found: dict[tuple[Tier, int], tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]] = {}
+        for entry in self.entries:
+            for part in entry.segment.parts:
+                slots, positions = found.setdefault((part.tier, entry.offset), ([], []))
+                slots.append(part.slots)
+                positions.append(part.members + np.int32(entry.position))
+        return tuple(
+            TileGroup.of(tier, offset, np.concatenate(slots), np.concatenate(positions))
+            for (tier, offset), (slots, positions) in found.items()
         )
 
     @cached_property
@@ -150,6 +152,13 @@ class View:
                 return index
         return len(entries)
 
+    def replaced(self, segments: Mapping[Segment, Segment]) -> "View":
+        """The view with segments exchanged for others of the same tokens, at the same offsets."""
+        return View(
+            tuple(Entry(segments.get(segment, segment), offset) for segment, offset in self.entries),
+            self.next_position,
+        )
+
     def placed(self, offsets: Mapping[SegmentKey, int], next_position: int) -> "View":
         """The view with the given offsets, by segment key; others keep theirs."""
         return View(
@@ -157,7 +166,7 @@ class View:
         )
 
     def check(self) -> None:
-        """Assert that keys lie before `next_position` and that runs hold each token once."""
+        """Assert that keys lie before `next_position` and that tiles hold each token once."""
         for entry in self.entries:
             assert 0 <= entry.position <= self.next_position - len(entry.segment)
-        assert sum(run.length for run in self.runs) == self.num_tokens
+        assert sum(group.num_keys for group in self.tiles) == self.num_tokens

@@ -121,7 +121,7 @@ class Chat:
 
     def _show_turns(self, _: str) -> None:
         session = self._engine.session(self._held())
-        out_console().print(turn_table(session, self._engine.policy, self._engine.runner.token_bytes))
+        out_console().print(turn_table(session, self._engine.policy))
 
     def _use_policy(self, name: str) -> None:
         if name:

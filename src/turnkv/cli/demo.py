@@ -79,7 +79,7 @@ def _run(engine: Engine, session: RecordedSession, out: Path, asked: Mapping[int
     heads: set[int] = set()
 
     def ask(answered: Answered) -> None:
-        heads.add(engine.session(answered.session_id).records[0].num_held * engine.runner.token_bytes)
+        heads.add(engine.session(answered.session_id).record_bytes(0))
         if answered.index in asked:
             answers[answered.index] = _answer(engine, answered)
 

@@ -27,6 +27,8 @@ class TurnRow:
     tokens: int
     """Of its messages, whatever became of them."""
     held_tokens: int
+    held_bytes: int
+    """Of its KV."""
     tier: str | None
     """How what is held is stored; None where nothing is."""
     age: int | None
@@ -37,17 +39,18 @@ class TurnRow:
 
 def turn_rows(session: Session, policy: Policy) -> list[TurnRow]:
     """The head and each turn, oldest first."""
-    head, *records = session.records
+    records = session.records[1:]
     turns = group_turns(session.messages)
-    rows = [_row(None, "head", [head], None, "kept")]
+    rows = [_row(session, None, "head", range(1), None, "kept")]
     for turn in turns:
         own = records[turn.start : turn.stop]
         age = len(turns) - 1 - turn.index
-        rows.append(_row(turn.index, turn.kind.value, own, age, _state(session, policy, turn, own, is_last=not age)))
+        state = _state(session, policy, turn, own, is_last=not age)
+        rows.append(_row(session, turn.index, turn.kind.value, range(turn.start + 1, turn.stop + 1), age, state))
     return rows
 
 
-def turn_table(session: Session, policy: Policy, token_bytes: int) -> Table:
+def turn_table(session: Session, policy: Policy) -> Table:
     """The rows as a table, with totals."""
     rows = turn_rows(session, policy)
     held = sum(row.held_tokens for row in rows)
@@ -58,7 +61,7 @@ def turn_table(session: Session, policy: Policy, token_bytes: int) -> Table:
         ("messages", count_text(sum(row.num_messages for row in rows))),
         ("tokens", count_text(sum(row.tokens for row in rows))),
         ("held", count_text(held)),
-        ("KV", bytes_text(held * token_bytes)),
+        ("KV", bytes_text(sum(row.held_bytes for row in rows))),
         ("tier", ""),
         ("age", ""),
         ("state", ""),
@@ -73,7 +76,7 @@ def turn_table(session: Session, policy: Policy, token_bytes: int) -> Table:
             MISSING if row.turn is None else count_text(row.num_messages),
             count_text(row.tokens),
             count_text(row.held_tokens),
-            bytes_text(row.held_tokens * token_bytes),
+            bytes_text(row.held_bytes),
             row.tier or MISSING,
             MISSING if row.age is None else str(row.age),
             Text(row.state, style=_STYLES.get(row.state, "")),
@@ -81,15 +84,17 @@ def turn_table(session: Session, policy: Policy, token_bytes: int) -> Table:
     return table
 
 
-def _row(turn: int | None, kind: str, records: Sequence[Record], age: int | None, state: str) -> TurnRow:
-    held = sum(record.num_held for record in records)
+def _row(session: Session, turn: int | None, kind: str, own: range, age: int | None, state: str) -> TurnRow:
+    records = session.records[own.start : own.stop]
+    tiers = {part.tier for record in records for segment in record.segments for part in segment.parts}
     return TurnRow(
         turn=turn,
         kind=kind,
         num_messages=sum(record.message is not None for record in records),
         tokens=sum(len(record.tokens) for record in records),
-        held_tokens=held,
-        tier="exact" if held else None,
+        held_tokens=sum(record.num_held for record in records),
+        held_bytes=sum(map(session.record_bytes, own)),
+        tier=" + ".join(sorted(map(str, tiers))) or None,
         age=age,
         state=state,
     )

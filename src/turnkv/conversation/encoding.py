@@ -48,17 +48,13 @@ class Encoder:
         Tokenisers of the SentencePiece kind set a space before what they take for the start of a text. So `left` is
         tokenised too and taken off again, unless the two would share a token.
         """
-        return [token for token, _ in self.encode_with_stops(text, left, with_stops=False)]
-
-    def encode_with_stops(self, text: str, left: str = "", *, with_stops: bool = True) -> list[tuple[int, int]]:
-        """Tokenise like `encode`; each token comes with the position in `text` at which it stops (0: not known)."""
-        tokens: list[tuple[int, int]] = []
+        tokens: list[int] = []
         position = 0
         for marked in _MARKED.finditer(text):
-            tokens += self._piece(text[position : marked.start()], position, left, with_stops)
-            tokens += [(token, marked.end()) for token in self._as_text(marked[1] or "")]
+            tokens += self._piece(text[position : marked.start()], left)
+            tokens += self._as_text(marked[1] or "")
             position, left = marked.end(), "\n"
-        return tokens + self._piece(text[position:], position, left, with_stops)
+        return tokens + self._piece(text[position:], left)
 
     def common_prefix(self, one: str, other: str) -> str:
         """Return what two renderings share at their start, never part of a special token."""
@@ -80,31 +76,23 @@ class Encoder:
         """Say whether the text holds a special token."""
         return self.specials.search(text) is not None
 
-    def _piece(self, text: str, base: int, left: str, with_stops: bool) -> list[tuple[int, int]]:
+    def _piece(self, text: str, left: str) -> list[int]:
         if not text:
             return []
-        before = self._ids(left, 0, False) if left else []
-        tokens = self._ids(left + text, base - len(left), with_stops)
-        if [token for token, _ in tokens[: len(before)]] == [token for token, _ in before]:
+        before = self._ids(left) if left else []
+        tokens = self._ids(left + text)
+        if tokens[: len(before)] == before:
             return tokens[len(before) :]
-        return self._ids(text, base, with_stops)
+        return self._ids(text)
 
-    def _ids(self, text: str, base: int, with_stops: bool) -> list[tuple[int, int]]:
-        has_stops = with_stops and self._tokenizer.is_fast
-        out = self._tokenizer(
-            text,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_offsets_mapping=has_stops,
-            verbose=False,
-        )
-        stops = [base + stop for _, stop in out["offset_mapping"]] if has_stops else [0] * len(out["input_ids"])
-        return list(zip(out["input_ids"], stops, strict=True))
+    def _ids(self, text: str) -> list[int]:
+        out = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return list(out["input_ids"])
 
     def _as_text(self, token: str) -> list[int]:
         """Tokenise a control token's text as plain text: cut in two, no tokenizer recognises it."""
         for pieces in ([token[:1], token[1:]], list(token)):
-            ids = [token_id for piece in pieces for token_id, _ in self._piece(piece, 0, "\n", False)]
+            ids = [token_id for piece in pieces for token_id in self._piece(piece, "\n")]
             if not self._control_ids.intersection(ids):
                 break
         return [token_id for token_id in ids if token_id not in self._control_ids]

@@ -13,34 +13,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from turnkv.conversation import hermes
 from turnkv.conversation.encoding import Encoder
 from turnkv.conversation.framing import Framing
 from turnkv.conversation.head import HeadForms, leading_systems
 from turnkv.conversation.messages import Message, ToolCall
+from turnkv.conversation.spans import Classifier, Span, TokenTexts, rank_of, runs, spans_of, token_ranks
 from turnkv.conversation.template import RefusalError, Template
 from turnkv.errors import InvalidMessagesError, UnsupportedModelError
 from turnkv.types import Role, SpanClass
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens `[start, stop)` of one message that are of one class."""
-
-    start: int
-    stop: int
-    role: Role
-    span_class: SpanClass
-
-
-@dataclass(frozen=True, slots=True)
 class RenderedMessage:
-    """One message's tokens. The spans partition them in order; a message without tokens has none."""
+    """One message's tokens."""
 
     tokens: tuple[int, ...]
     header_tokens: int
     """Leading tokens that are the generation prompt; 0 unless the message is an assistant's."""
-    spans: tuple[Span, ...]
 
 
 class Renderer:
@@ -55,7 +47,7 @@ class Renderer:
         """Probe the template.
 
         Args:
-            tokenizer: a Hugging Face tokenizer; spans need a fast one.
+            tokenizer: a Hugging Face tokenizer.
             chat_template: used in place of the tokenizer's own.
             generation_eos_ids: the ends of generation that the model's generation config names.
 
@@ -64,6 +56,7 @@ class Renderer:
         """
         source = _source(tokenizer, chat_template)
         self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
         self._encoder = Encoder(tokenizer, source)
         self._template = Template(tokenizer, source, self._encoder)
         try:
@@ -128,6 +121,41 @@ class Renderer:
         """Return the tokens between a conversation that ends with `previous` and the model's reply."""
         return tuple(self._encoder.encode(self._framing.header(previous.role), self._left(previous.role)))
 
+    def spans(
+        self, message: Message | None, tokens: Sequence[int], classifier: Classifier, header_tokens: int = 0
+    ) -> tuple[Span, ...]:
+        """Class the tokens that a session holds for a message, rendered or generated; the spans partition them.
+
+        Calls and reasoning are known from the message's structure, numbers and code by the classifier's patterns.
+        Numbers and code inside reasoning are such; all that belongs to calls is `tool_call`.
+
+        Args:
+            message: None for the head, system text and tool schemas.
+            tokens: all of them, or leading ones.
+            classifier: the patterns.
+            header_tokens: how many leading ones are the generation prompt.
+        """
+        text, first, last = self._texts.place(tokens)
+        ranks = classifier.ranks(text)
+        added = self._texts.added(tokens)
+        for index in added:
+            ranks[first[index] : last[index] + 1] = 0
+        if message is not None and message.role is Role.ASSISTANT:
+            at = int(first[header_tokens]) if header_tokens < len(tokens) else len(text)
+            for part, span_class in ((message.reasoning, SpanClass.REASONING), (message.content, None)):
+                said = (part or "").strip()
+                start = text.find(said, at) if said else -1
+                if start < 0:
+                    continue
+                at = start + len(said)
+                if span_class is not None:
+                    ranks[start:at] = np.maximum(ranks[start:at], rank_of(span_class))
+            if message.tool_calls:
+                stop = int(first[added[-1]]) if added and added[-1] >= header_tokens else len(text)
+                ranks[at:stop] = rank_of(SpanClass.TOOL_CALL)
+        role = Role.SYSTEM if message is None else message.role
+        return spans_of(runs(token_ranks(ranks, text, first, last)), role)
+
     def parse_reply(self, text: str) -> tuple[str, tuple[ToolCall, ...], str | None]:
         """Split a reply's text into content, calls and reasoning.
 
@@ -149,30 +177,26 @@ class Renderer:
             return self._reply(Role.USER, message)
         text = self._framing.first_user(message)
         if not is_open:
-            return self._plain(message, text, "")
+            return self._plain(text, "")
         opening = self._framing.user_opening
-        return self._plain(message, text.removeprefix(opening), opening)
+        return self._plain(text.removeprefix(opening), opening)
 
     def _later(self, previous: Role, message: Message) -> RenderedMessage:
         if message.role is Role.ASSISTANT:
             return self._reply(previous, message)
         write = self._framing.system if message.role is Role.SYSTEM else self._framing.fragment
-        return self._plain(message, write(previous, message), self._left(previous))
+        return self._plain(write(previous, message), self._left(previous))
 
-    def _plain(self, message: Message, text: str, left: str) -> RenderedMessage:
-        tokens = tuple(self._encoder.encode(text, left))
-        spans = (Span(0, len(tokens), message.role, SpanClass.TEXT),) if tokens else ()
-        return RenderedMessage(tokens, 0, spans)
+    def _plain(self, text: str, left: str) -> RenderedMessage:
+        return RenderedMessage(tuple(self._encoder.encode(text, left)), 0)
 
     def _reply(self, previous: Role, message: Message) -> RenderedMessage:
         """Render an assistant message: the generation prompt's tokens, then those that the model would sample."""
         header, text = self._framing.reply(previous, message)
         left = self._left(previous)
         head = self._encoder.encode(header, left)
-        has_classes = bool(message.tool_calls) or message.reasoning is not None
-        body = self._encoder.encode_with_stops(text, header or left, with_stops=has_classes)
-        classes = [SpanClass.TEXT] * len(head) + self._classes(message, text, [stop for _, stop in body])
-        return RenderedMessage((*head, *(token for token, _ in body)), len(head), tuple(_spans(classes)))
+        body = self._encoder.encode(text, header or left)
+        return RenderedMessage((*head, *body), len(head))
 
     def _left(self, previous: Role) -> str:
         """Return what a message is tokenised behind: the end of the one before it."""
@@ -181,39 +205,13 @@ class Renderer:
         except RefusalError:  # only system text in mid-conversation, which the conversation then cannot hold
             return ""
 
-    def _classes(self, message: Message, body: str, stops: Sequence[int]) -> list[SpanClass]:
-        """Class each token by where it stops in the body: reasoning, then content, then calls up to the end."""
-        marks = [0]
-        has_content = self._template.has_content_beside_calls or not message.tool_calls
-        for part in (message.reasoning or "", message.content if has_content else ""):
-            text = self._encoder.mark(part.strip(), is_reply=True)
-            at = body.find(text, marks[-1]) if text else -1
-            marks += [at, at + len(text)] if at >= 0 else [marks[-1], marks[-1]]
-        _, think, thought, _, said = marks
-        end = len(body)
-        if message.tool_calls:
-            last = self._framing.last_special(body[said:])
-            end = said + last[0] if last else len(body)
-            if not any(stops):
-                return [SpanClass.TOOL_CALL] * len(stops)
-        else:
-            said = end
-        return [
-            SpanClass.REASONING
-            if think < stop <= thought
-            else SpanClass.TOOL_CALL
-            if said < stop <= end
-            else SpanClass.TEXT
-            for stop in stops
-        ]
-
     def _result(self, messages: Sequence[Message], index: int) -> RenderedMessage:
         first = index
         while first > 0 and messages[first - 1].role is Role.TOOL:
             first -= 1
         group = [message for message in messages[first : index + 2] if message.role is Role.TOOL]
         left, text = self._framing.result(group, index - first)
-        return self._plain(messages[index], text, left)
+        return self._plain(text, left)
 
     def _stop_ids(self, stop_texts: Iterable[str], generation_eos_ids: Iterable[int]) -> frozenset[int]:
         ids = {int(token_id) for token_id in generation_eos_ids}
@@ -231,12 +229,3 @@ def _source(tokenizer: Any, chat_template: str | None) -> str:
         raise UnsupportedModelError(
             "the model's tokenizer has no chat template; give one with `chat_template`"
         ) from error
-
-
-def _spans(classes: Sequence[SpanClass]) -> Iterable[Span]:
-    """Join neighbouring tokens of one class."""
-    start = 0
-    for stop in range(1, len(classes) + 1):
-        if stop == len(classes) or classes[stop] is not classes[start]:
-            yield Span(start, stop, Role.ASSISTANT, classes[start])
-            start = stop

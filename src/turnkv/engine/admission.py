@@ -6,18 +6,25 @@ from turnkv.conversation.messages import Message
 from turnkv.conversation.rendering import Renderer
 from turnkv.conversation.turns import group_turns, head_length
 from turnkv.engine.journal import Open
-from turnkv.engine.matching import best_match, head_key
+from turnkv.engine.matching import Match, best_match, head_key
 from turnkv.engine.request import Admission, Generation, Request
 from turnkv.engine.retention import Limits, Plan, plan_drops
 from turnkv.engine.session import Record, Session
+from turnkv.engine.settling import Settler
 from turnkv.engine.table import SessionTable
 from turnkv.errors import OutOfPositionsError, OverBudgetError
 from turnkv.policy import Policy
 from turnkv.types import Role
 
 
-def admit(
-    request: Request, policy: Policy, table: SessionTable, renderer: Renderer, limits: Limits, model: str
+def admit(  # noqa: PLR0913, PLR0917 - the engine's parts, none of which admission owns
+    request: Request,
+    policy: Policy,
+    table: SessionTable,
+    renderer: Renderer,
+    settler: Settler,
+    limits: Limits,
+    model: str,
 ) -> bool:
     """Prepare a request's session so that it can be computed to its end; False if room is short for now.
 
@@ -30,7 +37,12 @@ def admit(
     try:
         # The second time afresh: drops leave holes in pages, so a session may not fit although its tokens would.
         for known in (candidates, ()):
-            session = _begin(request, known, table, renderer, Open("", model, policy.name))
+            match = _find(request, known)
+            if match is not None and not _settled(match.session, table, settler):
+                if table.is_busy:
+                    return False
+                continue
+            session = _begin(request, match, table, renderer, Open("", model, policy.name))
             plan = plan_drops(session, policy, request.reply_room, limits)
             _refuse_overlong(request, session, plan, policy, limits)
             if table.can_hold(session, plan, request.reply_room):
@@ -64,7 +76,9 @@ def _start(request: Request, session: Session, plan: Plan, policy: Policy, table
         computed_tokens=len(todo),
         dropped_tokens=gone,
         num_events=num_events,
+        settled_turns=tuple(session.settled_turns),
     )
+    session.settled_turns = []
     if isinstance(request, Generation):
         request.history = [token for record in session.records for token in record.tokens]
     request.start(todo)
@@ -72,15 +86,23 @@ def _start(request: Request, session: Session, plan: Plan, policy: Policy, table
     return True
 
 
-def _begin(
-    request: Request, candidates: Sequence[Session], table: SessionTable, renderer: Renderer, opening: Open
-) -> Session:
+def _find(request: Request, candidates: Sequence[Session]) -> Match | None:
+    """The session that the request continues or forks."""
+    num_systems = head_length(request.messages)
+    key = head_key(request.messages[:num_systems], request.tools)
+    return best_match(candidates, key, request.messages[num_systems:])
+
+
+def _settled(session: Session, table: SessionTable, settler: Settler) -> bool:
+    """Whether all that was due in a session is settled now."""
+    return settler.settle(session, lambda num_bytes: table.make_room(num_bytes, keep=session))
+
+
+def _begin(request: Request, match: Match | None, table: SessionTable, renderer: Renderer, opening: Open) -> Session:
     """Continue, fork or open a session, and append what the request brings; computes nothing."""
     num_systems = head_length(request.messages)
     systems, messages = request.messages[:num_systems], request.messages[num_systems:]
     header = renderer.generation_header(messages[-1])
-    key = head_key(systems, request.tools)
-    match = best_match(candidates, key, messages)
     num_known = 0 if match is None else match.num_messages
     if num_known == len(messages) and not header:
         num_known -= 1  # the reply's first logits come from the last message itself
@@ -96,7 +118,7 @@ def _begin(
             session.fork_from(match.session, num_known + 1)
         else:
             session.open(opening.model, opening.policy)
-            session.head_key = key
+            session.head_key = head_key(systems, request.tools)
             session.records.append(Record(None, list(head)))
         request.num_records_before = 0
     session.is_busy = True
@@ -109,11 +131,11 @@ def _begin(
 
 def _refuse_overlong(request: Request, session: Session, plan: Plan, policy: Policy, limits: Limits) -> None:
     """Shorten the reply's room where it alone is too much; refuse what cannot be held at all."""
-    over_budget = plan.total_tokens - limits.max_tokens
+    over_budget = -(-(plan.total.bytes - limits.max_bytes) // limits.token_bytes)
     over_positions = 0
     can_fold = policy.window is not None and policy.window.overflow == "fold" and limits.can_shift
     if limits.max_positions is not None and not can_fold:
-        end = plan.total_tokens
+        end = plan.total.tokens
         if not limits.can_shift:
             end = max(end, session.next_position + plan.new_tokens + request.reply_room)
         over_positions = end - limits.max_positions
@@ -122,8 +144,8 @@ def _refuse_overlong(request: Request, session: Session, plan: Plan, policy: Pol
         return
     if over == over_budget:
         raise OverBudgetError(
-            f"{_where(session.messages)}: {plan.total_tokens:,} tokens of KV would be held, and the budget has room "
-            f"for {limits.max_tokens:,}; raise the KV budget{_advice(policy)}"
+            f"{_where(session.messages)}: {plan.total.tokens:,} tokens would be held in {plan.total.bytes:,} bytes of "
+            f"KV, and the budget has room for {limits.max_bytes:,}; raise the KV budget{_advice(policy)}"
         )
     raise OutOfPositionsError(
         f"{_where(session.messages)}: the conversation needs {over + (limits.max_positions or 0):,} positions and the "

@@ -1,6 +1,6 @@
 """A dry run: the whole account of an engine (turns, drops, tokens, bytes) without a model's weights or arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from turnkv.cache import KVStorage
+from turnkv.cache import DryStorage, KVStorage, LayerShape, TierPlan
 from turnkv.engine.runner import DTYPES, Chunk, ModelRunner
 from turnkv.engine.traits import refuse_unsupported
 from turnkv.errors import ModelFilesError
 from turnkv.models.loading import quiet_transformers
+from turnkv.types import Tier
 
 
 class DryRunner(ModelRunner):
@@ -26,7 +27,9 @@ class DryRunner(ModelRunner):
         refuse_unsupported(text)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        self._token_bytes: int = 2 * text.num_hidden_layers * heads * dim * dtype.itemsize
+        self._shapes: tuple[LayerShape, ...] = (
+            LayerShape(num_heads=heads, key_dim=dim, value_dim=dim),
+        ) * text.num_hidden_layers
         self._logits = torch.zeros(1, text.vocab_size)
         self.model = None
         self.dtype = dtype
@@ -53,13 +56,13 @@ class DryRunner(ModelRunner):
         return DryRunner(config, DTYPES[dtype]), tokenizer
 
     @property
-    def token_bytes(self) -> int:
-        """KV bytes of one token over all layers, as the configuration says."""
-        return self._token_bytes
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """Shape of each layer's KV, as the configuration says."""
+        return self._shapes
 
-    def new_storage(self, num_pages: int) -> KVStorage:
+    def new_storage(self, plans: Mapping[Tier, TierPlan], num_pages: Mapping[Tier, int]) -> KVStorage:
         """No memory at all."""
-        return KVStorage([], num_pages, self.dtype, self.device)
+        return DryStorage()
 
     def run(self, storage: KVStorage, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Zeros, in the shape of a forward pass's logits."""

@@ -2,12 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
-from turnkv.cache import PagePool, SegmentStore
-from turnkv.config import PAGE_TOKENS, CacheConfig, EngineConfig, SamplingParams
+from turnkv.cache import KVMemory, TierPlan
+from turnkv.cache.storage import can_store
+from turnkv.config import CacheConfig, EngineConfig, SamplingParams
 from turnkv.conversation.messages import Message, parse_messages
 from turnkv.conversation.rendering import Renderer
 from turnkv.conversation.tools import parse_tools
@@ -21,12 +23,16 @@ from turnkv.engine.retention import Limits, closed_turns, droppable_records, is_
 from turnkv.engine.runner import Chunk, ModelRunner
 from turnkv.engine.sampler import Sampler
 from turnkv.engine.session import Session
+from turnkv.engine.settling import Settler
 from turnkv.engine.stats import CacheStats
 from turnkv.engine.table import SessionTable
-from turnkv.errors import InvalidMessagesError, OverBudgetError, TurnKVError, UnknownTurnError
+from turnkv.errors import InvalidConfigError, InvalidMessagesError, OutOfPagesError, TurnKVError, UnknownTurnError
 from turnkv.models import resolve_model
 from turnkv.policy import FULL, Policy
-from turnkv.types import Role, SessionId
+from turnkv.types import EXACT, Role, SessionId
+
+MAX_GAP_PAGES = 4
+"""Pages that a session may waste by gaps before they are closed."""
 
 
 class Engine:
@@ -49,15 +55,9 @@ class Engine:
         self.config = config or EngineConfig()
         self._tokenizer = tokenizer
         self.renderer = Renderer(tokenizer, generation_eos_ids=_eos_ids(runner.model))
-        budget = (cache or CacheConfig()).budget_bytes
-        self._page_bytes = PAGE_TOKENS * runner.token_bytes
-        num_pages = budget // self._page_bytes
-        if not num_pages:
-            raise OverBudgetError(f"the KV budget of {budget:,} bytes is less than a page; give {self._page_bytes:,}")
-        self._pool = PagePool(num_pages)
-        self._store = SegmentStore(self._pool)
-        self._storage = runner.new_storage(num_pages)
-        self._table = SessionTable(self._pool, self._store, runner.max_positions)
+        self._memory = _memory(runner, policy, (cache or CacheConfig()).budget_bytes)
+        self._settler = Settler(policy, self.renderer, self._memory)
+        self._table = SessionTable(self._memory, runner.max_positions)
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
         self._is_room_freed = True
@@ -96,7 +96,7 @@ class Engine:
 
     def with_policy(self, policy: Policy) -> "Engine":
         """Another engine with the same weights and an empty cache of its own."""
-        cache = CacheConfig(budget_bytes=self._pool.num_pages * self._page_bytes)
+        cache = CacheConfig(budget_bytes=self._memory.budget.total_bytes)
         return Engine(self.runner, self._tokenizer, name=self.name, policy=policy, cache=cache, config=self.config)
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -119,6 +119,7 @@ class Engine:
         request = self.generation(messages, tools, sampling=sampling, session_id=session_id, on_text=on_text)
         self.submit(request)
         self._finish(request)
+        self.tidy()
         return self.reply(request)
 
     def score(
@@ -136,6 +137,7 @@ class Engine:
         request = self.scoring(messages, tools, session_id=session_id, observe=observe)
         self.submit(request)
         self._finish(request)
+        self.tidy()
         return self.score_of(request)
 
     def generation(
@@ -216,14 +218,31 @@ class Engine:
                 chunks.append(request.next_chunk(room))
                 room -= len(chunks[-1].tokens)
             if not batch:
+                self.tidy()
                 return
-            logits = self.runner.run(self._storage, chunks)
+            self._memory.keep_within_budget()
+            logits = self.runner.run(self._memory.storage, chunks)
             for request, rows in zip(batch, logits, strict=True):
                 self._receive(request, rows)
         except BaseException as error:
             for request in batch:
                 self.cancel(request, error)
             raise
+
+    def tidy(self) -> None:
+        """Do what can wait until nobody waits: settle closed turns, close gaps, give memory back to the system.
+
+        What is not done here is done when it must be; answers are the same either way.
+        """
+        budget = self._memory.budget
+        for session in self._table:
+            if session.is_busy:
+                continue
+            self._settler.settle(session, lambda num_bytes: budget.free_bytes >= num_bytes)
+            if session.num_gap_pages > MAX_GAP_PAGES:
+                with suppress(OutOfPagesError):
+                    session.repack()
+        self._memory.give_back()
 
     def cancel(self, request: Request, error: BaseException | None = None) -> None:
         """Take a request back: its session is as it was before, save for turns dropped. A finished one stays."""
@@ -302,6 +321,12 @@ class Engine:
             self._table.close(session_id)
         self._is_room_freed = True
 
+    def clear(self) -> None:
+        """Forget all sessions; requests still being computed are cancelled."""
+        for session in tuple(self._table):
+            if session in self._table:
+                self.close_session(session.id)
+
     def restore(self, events: Sequence[Event]) -> Session:
         """Make a session's view again from its journal, by the same steps, and hold it under the same id.
 
@@ -312,31 +337,42 @@ class Engine:
             InvalidFileError: the journal is damaged, belongs to another model, or its session is held already.
             OverBudgetError: its view does not fit.
         """
-        return restore(events, self._table, self.runner, self._storage, self.name)
+        return restore(events, self._table, self.runner, self._memory.storage, self.name)
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token as it is computed, over all layers."""
+        return self._memory.token_bytes()
 
     @property
     def stats(self) -> CacheStats:
         """The account of the KV memory now."""
+        memory = self._memory
         return CacheStats(
-            budget_bytes=self._pool.num_pages * self._page_bytes,
-            held_bytes=self._pool.num_held_pages * self._page_bytes,
-            live_bytes=self._pool.num_used_slots * self.runner.token_bytes,
-            peak_held_bytes=self._table.peak_pages * self._page_bytes,
+            budget_bytes=memory.budget.total_bytes,
+            held_bytes=memory.budget.held_bytes,
+            committed_bytes=memory.budget.touched_bytes,
+            live_bytes=memory.live_bytes,
+            peak_held_bytes=self._table.peak_bytes,
+            tier_bytes={
+                str(tier): pool.num_used_slots * memory.token_bytes(tier) for tier, pool in memory.pools.items()
+            },
+            free_runs={str(tier): pool.num_free_runs for tier, pool in memory.pools.items()},
             num_sessions=len(self._table),
             num_given_up=self._table.num_given_up,
-            num_segments=len(self._store),
-            num_runs=self._store.num_runs,
+            num_segments=len(memory.store),
+            num_parts=memory.store.num_parts,
+            num_runs=memory.store.num_runs,
         )
 
     def check(self) -> None:
         """Assert what always holds, in pool, segments and sessions."""
-        self._pool.check()
-        self._store.check()
+        self._memory.check()
         self._table.check()
 
     def _admit(self, request: Request) -> bool:
         """Give the request a session and room; False if others must finish first."""
-        if not admit(request, self.policy, self._table, self.renderer, self._limits, self.name):
+        if not admit(request, self.policy, self._table, self.renderer, self._settler, self._limits, self.name):
             assert self._active, "a request that can be held alone is admitted when it is alone"
             return False
         self._active.append(request)
@@ -357,9 +393,9 @@ class Engine:
     @property
     def _limits(self) -> Limits:
         return Limits(
-            max_tokens=self._pool.num_pages * PAGE_TOKENS,
+            max_bytes=self._memory.budget.total_bytes,
             max_positions=self.runner.max_positions,
-            token_bytes=self.runner.token_bytes,
+            token_bytes=self._memory.token_bytes(),
             can_shift=self.runner.can_shift,
         )
 
@@ -395,13 +431,36 @@ class Engine:
         session.writer.trim()
         session.is_busy = False
         assert record.message is not None
-        request.conclude(record.message, self.runner.token_bytes)
+        request.conclude(record.message)
+        session.is_due = True
         self._active.remove(request)
         self._is_room_freed = True
 
     def _decode(self, tokens: Sequence[int]) -> str:
         # Cleaning up spaces would take back text that was sent already.
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _memory(runner: ModelRunner, policy: Policy, budget_bytes: int) -> KVMemory:
+    """Memory for all tiers that a policy may use."""
+    precision = policy.precision
+    exact_layers = frozenset(() if precision is None else precision.exact_layers)
+    if exact_layers and max(exact_layers) >= len(runner.shapes):
+        raise InvalidConfigError(
+            "precision.exact_layers",
+            max(exact_layers),
+            f"is no layer: the model has {len(runner.shapes)}",
+            remedy=f"count from 0 to {len(runner.shapes) - 1}",
+        )
+    tiers = (EXACT,) if precision is None else precision.tiers
+    for tier in tiers:
+        if not can_store(tier, runner.shapes, runner.dtype):
+            raise InvalidConfigError(
+                "precision", str(tier), "cannot store this model's heads", remedy="choose int8, or leave keys exact"
+            )
+    plans = {tier: TierPlan.of(tier, runner.shapes, runner.dtype, exact_layers) for tier in tiers}
+    num_pages = KVMemory.num_pages(plans, budget_bytes)
+    return KVMemory(plans, num_pages[EXACT] * plans[EXACT].page_bytes, runner.new_storage(plans, num_pages))
 
 
 def _eos_ids(model: Any) -> list[int]:

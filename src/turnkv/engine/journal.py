@@ -70,6 +70,19 @@ class Drop(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Settle(Event):
+    """A segment's tokens are stored in other tiers from now on, made from what was stored before."""
+
+    kind: ClassVar[str] = "settle"
+    message: int
+    key: str
+    into: str
+    """Key of the segment that took its place."""
+    tiers: tuple[tuple[int, str, str], ...]
+    """(tokens in a row, format of their keys, format of their values)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shift(Event):
     """Segments are read at other positions from now on; no key was touched."""
 
@@ -89,7 +102,7 @@ class Pin(Event):
     is_pinned: bool
 
 
-_KINDS: dict[str, type[Event]] = {event.kind: event for event in (Open, Fork, Extend, Drop, Shift, Pin)}
+_KINDS: dict[str, type[Event]] = {event.kind: event for event in (Open, Fork, Extend, Drop, Settle, Shift, Pin)}
 
 
 def dump_journal(events: Iterable[Event]) -> str:

@@ -44,6 +44,8 @@ class Usage:
     """Tokens sampled, or scored."""
     dropped_turns: tuple[int, ...]
     """Turns dropped, wholly or in part, at this request."""
+    settled_turns: tuple[int, ...]
+    """Turns that this request was the first to see in the tiers of the policy's `[precision]`, or in other ones."""
     shifts: tuple[str, ...]
     """How positions were made room for, in order: `close_ranks`, `fold`."""
     kv_bytes: int
@@ -90,6 +92,7 @@ class Admission:
     cached_tokens: int
     computed_tokens: int
     dropped_tokens: int
+    settled_turns: tuple[int, ...]
     num_events: int
     """Journal lines before anything was computed for this request, less its shift of positions."""
 
@@ -156,8 +159,8 @@ class Request(ABC):
             count = min(count, session.max_positions - session.next_position)
         part = self._todo[self._cursor : self._cursor + count]
         self._cursor += count
-        position, past, new = session.extend(part)
-        return Chunk([token for _, token in part], position, past, new, self._keep())
+        position, groups, slots = session.extend(part)
+        return Chunk([token for _, token in part], position, groups, slots, self._keep())
 
     def receive(self, logits: Tensor) -> None:
         """Take the logits of the last chunk's kept tokens, [N, V]."""
@@ -175,10 +178,10 @@ class Request(ABC):
         return self._cursor < len(self._todo)
 
     @abstractmethod
-    def conclude(self, reply: Message, token_bytes: int) -> None:
+    def conclude(self, reply: Message) -> None:
         """Make the result, now that the session's record holds the reply."""
 
-    def _usage(self, reply: Message, token_bytes: int, num_reply_tokens: int) -> Usage:
+    def _usage(self, reply: Message, num_reply_tokens: int) -> Usage:
         """The account of the finished request."""
         assert self.session is not None
         assert self.admission is not None
@@ -196,8 +199,9 @@ class Request(ABC):
             noted_tokens=0,
             reply_tokens=num_reply_tokens,
             dropped_turns=tuple(sorted(self.dropped_turns)),
+            settled_turns=facts.settled_turns,
             shifts=shifts,
-            kv_bytes=self.session.num_held_tokens * token_bytes,
+            kv_bytes=self.session.held_bytes,
             ttft_s=self.ttft_s,
         )
 
@@ -255,14 +259,14 @@ class Generation(Request):
         """Whether the prompt is through."""
         return self.ttft_s is not None
 
-    def conclude(self, reply: Message, token_bytes: int) -> None:  # noqa: D102 - the base class says it
+    def conclude(self, reply: Message) -> None:  # noqa: D102 - the base class says it
         assert self.session is not None
         self.result = Reply(
             message=reply,
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
             finish_reason="tool_calls" if reply.tool_calls and self.finish_reason == "stop" else self.finish_reason,
-            usage=self._usage(reply, token_bytes, len(self.tokens)),
+            usage=self._usage(reply, len(self.tokens)),
             session_id=self.session.id,
         )
 
@@ -329,12 +333,12 @@ class Scoring(Request):
         """The recorded reply."""
         return len(self.body)
 
-    def conclude(self, reply: Message, token_bytes: int) -> None:  # noqa: D102 - the base class says it
+    def conclude(self, reply: Message) -> None:  # noqa: D102 - the base class says it
         assert self.session is not None
         self.result = Score(
             logprobs=tuple(self.logprobs),
             is_top=tuple(self.is_top),
-            usage=self._usage(reply, token_bytes, len(self.body)),
+            usage=self._usage(reply, len(self.body)),
             session_id=self.session.id,
         )
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 from itertools import chain, repeat
 
 from turnkv.cache import KVStorage
-from turnkv.engine.journal import Drop, Event, Extend, Fork, Open, Pin, Shift
+from turnkv.engine.journal import Drop, Event, Extend, Fork, Open, Pin, Settle, Shift
 from turnkv.engine.runner import Chunk, ModelRunner
 from turnkv.engine.session import Record, Session
 from turnkv.engine.table import SessionTable
 from turnkv.errors import InvalidFileError, OverBudgetError
-from turnkv.types import SegmentKey, SessionId
+from turnkv.types import SegmentKey, SessionId, Tier
 
 
 def restore(
@@ -57,6 +57,8 @@ def _apply(event: Event, session: Session, table: SessionTable, runner: ModelRun
             session.drop(event.turn, event.messages, event.reason)
             if isinstance(made := session.journal[-1], Drop):  # text that was never computed is in no journal
                 session.journal[-1] = replace(made, num_tokens=event.num_tokens)
+        case Settle():
+            _settle(event, session)
         case Shift():
             offsets = {SegmentKey(key): offset for key, offset in event.offsets}
             session.view = session.view.placed(offsets, event.next_position)
@@ -77,10 +79,24 @@ def _compute(event: Extend, session: Session, table: SessionTable, runner: Model
     start = 0
     for size in chain.from_iterable(repeat(size, times) for size, times in event.chunks):
         part = tokens[start : start + size]
-        position, past, new = session.extend(part)
-        runner.run(storage, [Chunk([token for _, token in part], position, past, new, "none")])
+        position, groups, slots = session.extend(part)
+        runner.run(storage, [Chunk([token for _, token in part], position, groups, slots, "none")])
         start += size
     session.seal()
+
+
+def _settle(event: Settle, session: Session) -> None:
+    _grow(session, event.message)
+    held = [tier for segment in session.records[event.message].segments for tier in segment.tiers]
+    keys = [segment.key for segment in session.records[event.message].segments]
+    if event.key not in keys:
+        raise InvalidFileError("a settle event of the journal names a segment that is not held")
+    first = sum(
+        len(segment) for segment in session.records[event.message].segments[: keys.index(SegmentKey(event.key))]
+    )
+    wanted = [Tier(key, value) for count, key, value in event.tiers for _ in range(count)]
+    held[first : first + len(wanted)] = wanted
+    session.settle(event.message, held, "exact")
 
 
 def _grow(session: Session, last_record: int) -> None:

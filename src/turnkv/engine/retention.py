@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from turnkv.conversation.messages import Message
 from turnkv.conversation.turns import Turn, group_turns
 from turnkv.engine.session import Session
-from turnkv.policy import Drop, Policy, Snapshot, TurnSnapshot, decide
+from turnkv.policy import Drop, Policy, Size, Snapshot, TurnSnapshot, decide
 from turnkv.types import Role
 
 
@@ -14,18 +14,14 @@ from turnkv.types import Role
 class Limits:
     """What bounds one session."""
 
-    max_tokens: int
+    max_bytes: int
     """By the device's budget."""
     max_positions: int | None
     """By the model."""
     token_bytes: int
+    """KV bytes of one token as it is computed."""
     can_shift: bool
     """Whether the model's keys can be read at other positions."""
-
-    @property
-    def num_tokens(self) -> int:
-        """The smaller of the two, in tokens."""
-        return self.max_tokens if self.max_positions is None else min(self.max_tokens, self.max_positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +37,8 @@ class Plan:
     """What a request does to a session before anything is computed."""
 
     drops: tuple[PlannedDrop, ...]
-    total_tokens: int
-    """Tokens held when the request ends, the reply's room included."""
+    total: Size
+    """What is held when the request ends, the reply's room included."""
     new_tokens: int
     """Tokens to compute before the reply."""
 
@@ -51,34 +47,40 @@ def plan_drops(session: Session, policy: Policy, reply_tokens: int, limits: Limi
     """Ask the policy. The session, whose records hold the whole request already, is not changed."""
     messages = session.messages
     turns, closed = group_turns(messages), closed_turns(messages)
-    total = reply_tokens + sum(session.num_droppable(index) for index in range(len(session.records)))
+    everything = sum((_size(session, index) for index in range(len(session.records))), Size())
+    total = everything + Size(reply_tokens, reply_tokens * limits.token_bytes)
     spared = _latest_user(messages)
     snapshots = []
     for turn in turns:
         records = [index for index in _records(turn) if index != spared]
-        tools = sum(session.num_droppable(index) for index in records if session.records[index].is_result_or_call)
-        everything = sum(session.num_droppable(index) for index in records)
+        tools = [index for index in records if session.records[index].is_result_or_call]
+        chat = [index for index in records if not session.records[index].is_result_or_call]
         snapshots.append(
             TurnSnapshot(
                 index=turn.index,
                 kind=turn.kind,
                 is_closed=turn in closed,
                 is_pinned=is_pinned(session, policy, turn, messages),
-                chat_tokens=everything - tools,
-                tool_tokens=tools,
+                chat=sum((_size(session, index) for index in chat), Size()),
+                tools=sum((_size(session, index) for index in tools), Size()),
             )
         )
     decisions = decide(
         policy,
-        Snapshot(turns=snapshots, total_tokens=total, max_tokens=limits.num_tokens, token_bytes=limits.token_bytes),
+        Snapshot(turns=snapshots, total=total, max_tokens=limits.max_positions, max_bytes=limits.max_bytes),
     )
     drops = tuple(_planned(session, turns[drop.turn], drop, spared) for drop in decisions)
     gone = {index for drop in drops for index in drop.records}
     return Plan(
         drops=drops,
-        total_tokens=total - sum(map(session.num_droppable, gone)),
+        total=total - sum((_size(session, index) for index in gone), Size()),
         new_tokens=sum(record not in gone for record, _ in session.pending()),
     )
+
+
+def _size(session: Session, record: int) -> Size:
+    """What a drop of the record would free."""
+    return Size(session.num_droppable(record), session.droppable_bytes(record))
 
 
 def closed_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
@@ -91,9 +93,14 @@ def closed_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
 
 def undroppable_messages(messages: Sequence[Message]) -> frozenset[int]:
     """Indices of messages that no policy may drop at a request: those of open turns, and the latest user message."""
-    closed = {index for turn in closed_turns(messages) for index in range(turn.start, turn.stop)}
     record = _latest_user(messages)
-    return frozenset(range(len(messages))) - closed | (frozenset() if record is None else {record - 1})
+    return open_messages(messages) | (frozenset() if record is None else {record - 1})
+
+
+def open_messages(messages: Sequence[Message]) -> frozenset[int]:
+    """Indices of messages in turns that are not closed, which are held as they were computed."""
+    closed = {index for turn in closed_turns(messages) for index in range(turn.start, turn.stop)}
+    return frozenset(range(len(messages))) - closed
 
 
 def droppable_records(session: Session, turn: Turn) -> tuple[int, ...]:

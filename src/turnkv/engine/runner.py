@@ -1,22 +1,24 @@
 """The model runner: one forward pass over the newest tokens of several sequences, flattened and without padding."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from turnkv.cache import KVStorage, Run, coalesce, token_bytes
-from turnkv.cache.storage import slot_range
+from turnkv.cache import KVStorage, LayerShape, TierPlan, TileGroup
+from turnkv.cache.storage import Slots
 from turnkv.engine.hook import ATTENTION_NAME, step_in_progress
 from turnkv.engine.probe import ProbedLayer, probe_layers
 from turnkv.engine.traits import refuse_unsupported
 from turnkv.errors import InvalidConfigError, UnsupportedModelError
-from turnkv.kernels import BODIES, AttentionBody, SequenceView
+from turnkv.kernels import BODIES, AttentionBody, Batch, SequenceView, default_body
 from turnkv.models.loading import load_model, quiet_transformers
+from turnkv.types import Tier
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -28,9 +30,9 @@ class Chunk:
     tokens: Sequence[int]
     position: int
     """Virtual position of the first."""
-    past: tuple[Run, ...]
-    """Keys that all of the chunk's tokens see."""
-    new: tuple[Run, ...]
+    groups: tuple[TileGroup, ...]
+    """All keys that the chunk's tokens may see, their own included."""
+    slots: Slots
     """Where the chunk's own keys go."""
     keep: Literal["none", "last", "all"]
     """Which tokens' logits are wanted."""
@@ -83,18 +85,18 @@ class ModelRunner:
         return ModelRunner(model, attention=attention), tokenizer
 
     @property
-    def token_bytes(self) -> int:
-        """KV bytes of one token over all layers."""
-        return token_bytes([layer.shape for layer in self.layers], self.dtype)
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """Shape of each layer's KV."""
+        return tuple(layer.shape for layer in self.layers)
 
     @property
     def can_shift(self) -> bool:
         """Whether keys can be read at other positions, in all layers."""
         return all(layer.can_shift for layer in self.layers)
 
-    def new_storage(self, num_pages: int) -> KVStorage:
+    def new_storage(self, plans: Mapping[Tier, TierPlan], num_pages: Mapping[Tier, int]) -> KVStorage:
         """Memory for the KV of this model."""
-        return KVStorage([layer.shape for layer in self.layers], num_pages, self.dtype, self.device)
+        return KVStorage(plans, num_pages, self.device)
 
     @torch.inference_mode()
     def run(self, storage: KVStorage, chunks: Sequence[Chunk]) -> list[Tensor]:
@@ -131,26 +133,24 @@ class _Step:
         self._layers = runner.layers
         self._body = runner.body
         self._storage = storage
-        self._batch: list[SequenceView] = []
+        sequences = []
         first = 0
-        new: list[Run] = []
         for chunk in chunks:
             count = len(chunk.tokens)
-            assert count == sum(run.length for run in chunk.new) > 0
-            self._batch.append(SequenceView(coalesce((*chunk.past, *chunk.new)), first, count, runner.device))
-            new.extend(chunk.new)
+            assert count == len(chunk.slots) > 0
+            sequences.append(SequenceView(chunk.groups, first, count, chunk.position))
             first += count
-        self._slots = slot_range([(run.slot, run.length) for run in new], runner.device)
+        self._batch = Batch(tuple(sequences))
+        self._slots = np.concatenate([chunk.slots for chunk in chunks])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        storage = self._storage
-        storage.write(layer, self._slots, key, value)
+        self._storage.write(layer, self._slots, key, value)
         attention = self._layers[layer].attention
-        return self._body(query.transpose(0, 1), storage.keys[layer], storage.values[layer], self._batch, attention)
+        return self._body(query.transpose(0, 1), self._storage.layers[layer], self._batch, attention)
 
 
 def _body(name: str) -> AttentionBody:
-    chosen = "flash" if name == "auto" else name
+    chosen = default_body() if name == "auto" else name
     if chosen not in BODIES:
         raise InvalidConfigError(
             "attention", name, "is no attention body", remedy=f"give auto or one of {', '.join(sorted(BODIES))}"

@@ -2,14 +2,34 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
-from turnkv.cache import Entry, Extent, PagePool, Run, Segment, SegmentStore, View, Writer, coalesce, segment_key
+import numpy as np
+
+from turnkv.cache import (
+    Entry,
+    Extent,
+    KVMemory,
+    Page,
+    Part,
+    Segment,
+    TileGroup,
+    View,
+    Writer,
+    segment_key,
+    settled_key,
+    slots_of,
+)
+from turnkv.cache.storage import Slots
 from turnkv.cache.views import max_segment_tokens
+from turnkv.config import PAGE_TOKENS
 from turnkv.conversation.messages import Message
 from turnkv.conversation.turns import group_turns
-from turnkv.engine.journal import Drop, Event, Extend, Fork, Open, Pin, Shift
-from turnkv.types import Role, SessionId
+from turnkv.engine.journal import Drop, Event, Extend, Fork, Open, Pin, Settle, Shift
+from turnkv.errors import OutOfPagesError
+from turnkv.policy import Form
+from turnkv.types import EXACT, Role, SegmentKey, SessionId, Tier
 
 
 @dataclass(slots=True)
@@ -25,6 +45,8 @@ class Record:
     num_computed: int = 0
     """Leading tokens whose KV was computed, dropped since or not."""
     is_dropped: bool = False
+    form: Form = "exact"
+    """How the policy had it stored when it last looked."""
 
     @property
     def num_held(self) -> int:
@@ -38,9 +60,7 @@ class Record:
 
     def copy(self) -> "Record":
         """A record of another session that holds the same segments."""
-        return Record(
-            self.message, self.tokens[:], self.header_tokens, self.segments[:], self.num_computed, self.is_dropped
-        )
+        return replace(self, tokens=self.tokens[:], segments=self.segments[:])
 
 
 @dataclass(slots=True)
@@ -58,22 +78,29 @@ class Session:
     Tokens are computed in chunks. Until `seal` makes segments of them they are *open*: `abandon` takes them back.
     """
 
-    def __init__(self, session_id: SessionId, store: SegmentStore, pool: PagePool, max_positions: int | None) -> None:
+    def __init__(self, session_id: SessionId, memory: KVMemory, max_positions: int | None) -> None:
         self.id = session_id
         self.records: list[Record] = []
         self.view = View()
         self.journal: list[Event] = []
         self.pinned_turns: set[int] = set()
-        self.writer = Writer(pool)
+        self.writer = Writer(memory.pools[EXACT])
+        """Where newly computed tokens go."""
+        self.settled_writers = {tier: Writer(pool) for tier, pool in memory.pools.items()}
+        """Where settled tokens go: apart, so that what is exact and short-lived leaves whole pages behind."""
+        self.is_due = False
+        """Whether turns closed at the last request wait to be settled, before the next one sees them."""
+        self.settled_turns: list[int] = []
+        """Turns that the next request is the first to see settled."""
         self.is_busy = False
         self.last_used = 0
         self.head_key = ""
         """What the head was made from; sessions of another head share nothing."""
-        self._store = store
-        self._pool = pool
+        self._memory = memory
+        self._store = memory.store
         self.max_positions = max_positions
         self._open: list[_Piece] = []
-        self._open_runs: tuple[Run, ...] = ()
+        self._open_slots: list[Slots] = []
         self._chunks: list[tuple[int, int]] = []
 
     @property
@@ -91,6 +118,12 @@ class Session:
         """Tokens whose KV this session sees, the open ones included."""
         return self.view.num_tokens + sum(len(piece.tokens) for piece in self._open)
 
+    @property
+    def held_bytes(self) -> int:
+        """KV bytes that this session sees, the open tokens' included."""
+        num_open = sum(len(piece.tokens) for piece in self._open)
+        return num_open * self._memory.token_bytes() + sum(map(self._memory.segment_bytes, self.view.segments))
+
     def pending(self) -> list[tuple[int, int]]:
         """(record, token) of all tokens that are to be computed, in order."""
         return [
@@ -100,18 +133,20 @@ class Session:
             for token in record.tokens[record.num_computed :]
         ]
 
-    def extend(self, tokens: Sequence[tuple[int, int]]) -> tuple[int, tuple[Run, ...], tuple[Run, ...]]:
+    def extend(self, tokens: Sequence[tuple[int, int]]) -> tuple[int, tuple[TileGroup, ...], Slots]:
         """Take room for tokens `(record, token)` that the next step computes.
 
         Returns:
-            The first one's virtual position, the runs they see, and the runs they go to.
+            The first one's virtual position, all keys that the tokens see (their own too), and the slots they go to.
         """
         position = self.next_position
-        past = coalesce((*self.view.runs, *self._open_runs))
-        extents = self.writer.fill(len(tokens))
-        new = coalesce(Run(e.start, len(e), at, 0) for e, at in _placed(extents, position))
-        self._open_runs = coalesce((*self._open_runs, *new))
-        slots = iter(slot for extent in extents for slot in range(extent.start, extent.stop))
+        new = slots_of(self.writer.fill(len(tokens)))
+        self._open_slots.append(new)
+        open_slots = np.concatenate(self._open_slots)
+        self._open_slots = [open_slots]
+        first = self.view.next_position
+        own = TileGroup.of(EXACT, 0, open_slots, np.arange(first, first + len(open_slots), dtype=np.int32))
+        slots = iter(new.tolist())
         for record, token in tokens:
             if not self._open or self._open[-1].record != record:
                 self._open.append(_Piece(record, [], []))
@@ -123,7 +158,7 @@ class Session:
             self._chunks[-1] = (len(tokens), self._chunks[-1][1] + 1)
         else:
             self._chunks.append((len(tokens), 1))
-        return position, past, new
+        return position, (*self.view.tiles, own), new
 
     def seal(self) -> None:
         """Make segments of the open tokens: one a message, or several where a message is very long."""
@@ -134,7 +169,7 @@ class Session:
         for piece in self._open:
             for tokens, extents in _split(piece, self.max_positions):
                 key = segment_key(tokens, position, self.view.hash)
-                segment = self._store.create(Segment(key, tokens, position, extents))
+                segment = self._store.create(Segment.exact(key, tokens, position, extents))
                 position += len(tokens)
                 self.view = self.view.extended([segment], position)
                 self.records[piece.record].segments.append(segment)
@@ -149,7 +184,7 @@ class Session:
         for piece in self._open:
             self.records[piece.record].num_computed -= len(piece.tokens)
             for extent in piece.extents:
-                self._pool.release(extent)
+                self._memory.pools[EXACT].release(extent)
         self._clear_open()
         self.writer.close()
 
@@ -172,6 +207,102 @@ class Session:
         """Tokens of a record that a drop would take: held, or waiting to be computed."""
         entry = self.records[record]
         return 0 if entry.is_dropped else entry.num_held + len(entry.tokens) - entry.num_computed
+
+    def droppable_bytes(self, record: int) -> int:
+        """KV bytes of those tokens; what waits to be computed will be exact."""
+        entry = self.records[record]
+        if entry.is_dropped:
+            return 0
+        num_pending = len(entry.tokens) - entry.num_computed
+        return num_pending * self._memory.token_bytes() + self.record_bytes(record)
+
+    def record_bytes(self, record: int) -> int:
+        """KV bytes of a record in the view."""
+        return sum(map(self._memory.segment_bytes, self.records[record].segments))
+
+    def settle(self, record: int, tiers: Sequence[Tier], form: Form) -> None:
+        """Store the held tokens of a record in these tiers, one a token, from what is stored now.
+
+        Raises:
+            OutOfPagesError: there is no room for the new beside the old. Segments settled so far stay so.
+        """
+        entry = self.records[record]
+        assert len(tiers) == entry.num_held
+        start = 0
+        for segment in tuple(entry.segments):
+            wanted = tiers[start : start + len(segment)]
+            start += len(segment)
+            if wanted != segment.tiers:
+                self._exchange(record, segment, wanted)
+        entry.form = form
+
+    def settling_bytes(self, tiers: Iterable[Tier]) -> int:
+        """Bytes that storing so many tokens in these tiers would claim beside what is held."""
+        wanted = Counter(tiers)
+        return sum(
+            self.settled_writers[tier].num_pages_needed(count) * self._memory.page_bytes[tier]
+            for tier, count in wanted.items()
+        )
+
+    @property
+    def num_gap_pages(self) -> int:
+        """Pages that would be free if the segments that are this session's alone lay without gaps."""
+        pages, tokens = set[Page](), Counter[Tier]()
+        for segment in self.view.segments:
+            for part in segment.parts if segment.owners == 1 else ():
+                pages |= {(part.tier, page) for extent in part.extents for page in extent.pages}
+                tokens[part.tier] += len(part)
+        return len(pages) - sum(-(-count // PAGE_TOKENS) for count in tokens.values())
+
+    def repack(self) -> None:
+        """Store the segments that are this session's alone again as they are, one behind the other.
+
+        Raises:
+            OutOfPagesError: there is no room for a segment beside itself. Those before it lie packed.
+        """
+        for index, record in enumerate(self.records):
+            for segment in tuple(record.segments):
+                if segment.owners == 1:
+                    self._replace(index, segment, self._stored(segment, segment.tiers, segment.key))
+
+    def _exchange(self, record: int, segment: Segment, tiers: Sequence[Tier]) -> None:
+        """Settle one segment and journal it."""
+        runs = tuple((len(list(run)), tier) for tier, run in groupby(tiers))
+        key = settled_key(segment.key, runs)
+        # Sessions that share a segment share what it settles to.
+        settled = self._store.find(key) or self._stored(segment, tiers, key)
+        self._replace(record, segment, settled)
+        self.journal.append(
+            Settle(record, segment.key, settled.key, tuple((count, tier.keys, tier.values) for count, tier in runs))
+        )
+
+    def _stored(self, segment: Segment, tiers: Sequence[Tier], key: SegmentKey) -> Segment:
+        """A copy of a segment with its tokens in these tiers."""
+        now = np.empty(len(segment), dtype=np.int32)
+        sources = segment.tiers
+        for part in segment.parts:
+            now[part.members] = part.slots
+        members: dict[Tier, list[int]] = {}
+        for index, tier in enumerate(tiers):
+            members.setdefault(tier, []).append(index)
+        if self.settling_bytes(tiers) > self._memory.budget.free_bytes:
+            raise OutOfPagesError("there is no room to settle a turn; raise the KV budget")
+        parts = []
+        for tier, found in members.items():
+            writer = self.settled_writers[tier]
+            writer.reserve(len(found))
+            part = Part(tier, tuple(writer.fill(len(found))), np.array(found, dtype=np.int32))
+            for source in sorted({sources[index] for index in found}):
+                is_from = np.array([sources[index] == source for index in found])
+                self._memory.storage.settle(source, now[part.members[is_from]], tier, part.slots[is_from])
+            parts.append(part)
+        return self._store.create(Segment(key, segment.tokens, segment.position, tuple(parts)))
+
+    def _replace(self, record: int, old: Segment, new: Segment) -> None:
+        segments = self.records[record].segments
+        segments[segments.index(old)] = new
+        self.view = self.view.replaced({old: new})
+        self._store.release([old])
 
     def close_ranks(self, max_positions: int) -> None:
         """Let the survivors lie at consecutive positions again, if that many are fewer than the model has."""
@@ -222,22 +353,31 @@ class Session:
         del self.records[event.num_records :]
         self.journal.append(event)
 
-    def pages(self, without: Iterable[int] = ()) -> set[int]:
+    def pages(self, without: Iterable[int] = ()) -> set[Page]:
         """Pages that hold its tokens, those of some records left out."""
         gone = set(without)
-        extents = [extent for piece in self._open for extent in piece.extents]
+        extents = [(EXACT, extent) for piece in self._open for extent in piece.extents]
         extents += [
-            extent
+            (part.tier, extent)
             for index, record in enumerate(self.records)
             if index not in gone
             for segment in record.segments
-            for extent in segment.extents
+            for part in segment.parts
+            for extent in part.extents
         ]
-        return {page for extent in extents for page in extent.pages}
+        return {(tier, page) for tier, extent in extents for page in extent.pages}
+
+    @property
+    def reserved_pages(self) -> set[Page]:
+        """Pages that its writers hold for tokens to come."""
+        found = {(EXACT, page) for page in self.writer.pages}
+        return found.union((tier, page) for tier, writer in self.settled_writers.items() for page in writer.pages)
 
     def close(self) -> None:
         """Give back all memory."""
         self.abandon()
+        for writer in self.settled_writers.values():
+            writer.close()
         self._store.release(self.view.segments)
         self.view = View()
         self.records = []
@@ -275,13 +415,7 @@ class Session:
         self.journal.append(Shift(reason, moved, self.view.next_position))
 
     def _clear_open(self) -> None:
-        self._open, self._open_runs, self._chunks = [], (), []
-
-
-def _placed(extents: Iterable[Extent], position: int) -> Iterable[tuple[Extent, int]]:
-    for extent in extents:
-        yield extent, position
-        position += len(extent)
+        self._open, self._open_slots, self._chunks = [], [], []
 
 
 def _append_slot(extents: list[Extent], slot: int) -> None:

@@ -1,7 +1,18 @@
 """Kernels compute attention over a view, one contract with exchangeable bodies; they never allocate or decide."""
 
-from turnkv.kernels import flash, reference
-from turnkv.kernels.contract import BODIES, AttentionBody, LayerAttention, SequenceView, register
+from turnkv.kernels import cpu, reference
+from turnkv.kernels.contract import BODIES, AttentionBody, Batch, LayerAttention, SequenceView, default_body, register
 from turnkv.kernels.rotation import Rotation
 
-__all__ = ["BODIES", "AttentionBody", "LayerAttention", "Rotation", "SequenceView", "flash", "reference", "register"]
+__all__ = [
+    "BODIES",
+    "AttentionBody",
+    "Batch",
+    "LayerAttention",
+    "Rotation",
+    "SequenceView",
+    "cpu",
+    "default_body",
+    "reference",
+    "register",
+]

@@ -52,6 +52,10 @@ class Rotation:
             part = torch.cat((work[..., : self.first_dim], part, work[..., stop:]), dim=-1)
         return part.to(vectors.dtype)
 
+    def angles(self, distance: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of a distance, [num_dims / 2] each, float32, on the frequencies' device."""
+        return self._cos_sin(distance, self.inverse_frequencies.float())
+
     def _cos_sin(self, distance: int, like: Tensor) -> tuple[Tensor, Tensor]:
         key = (distance, like.dtype)
         if key not in self._angles:

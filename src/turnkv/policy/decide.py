@@ -10,28 +10,42 @@ from turnkv.types import TurnKind
 Part = Literal["all", "tools"]
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much KV: by tokens, and by bytes, since not all tokens are stored alike."""
+
+    tokens: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Size") -> "Size":
+        return Size(self.tokens + other.tokens, self.bytes + other.bytes)
+
+    def __sub__(self, other: "Size") -> "Size":
+        return Size(self.tokens - other.tokens, self.bytes - other.bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSnapshot:
-    """A turn as a policy sees it. Tokens count only what may be dropped and is not dropped yet."""
+    """A turn as a policy sees it. Sizes count only what may be dropped and is not dropped yet."""
 
     index: int
     kind: TurnKind
     is_closed: bool
     is_pinned: bool
-    chat_tokens: int
-    """Droppable tokens outside calls and results."""
-    tool_tokens: int
-    """Droppable tokens of calls and results."""
+    chat: Size
+    """What lies outside calls and results."""
+    tools: Size
+    """Calls and results."""
 
     @property
-    def tokens(self) -> int:
-        """All its droppable tokens."""
-        return self.chat_tokens + self.tool_tokens
+    def size(self) -> Size:
+        """Both together."""
+        return self.chat + self.tools
 
     @property
     def is_candidate(self) -> bool:
         """Whether a drop may take it."""
-        return self.is_closed and not self.is_pinned and self.tokens > 0
+        return self.is_closed and not self.is_pinned and self.size.tokens > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +54,12 @@ class Snapshot:
 
     turns: Sequence[TurnSnapshot]
     """Oldest first."""
-    total_tokens: int
-    """Tokens that the session will hold when the request ends if nothing is dropped, the reply's room included."""
+    total: Size
+    """What the session will hold when the request ends if nothing is dropped, the reply's room included."""
     max_tokens: int | None
-    """Tokens that a session can hold at all, by the model's positions and the device's budget."""
-    token_bytes: int
-    """KV bytes of one token."""
+    """Tokens that a session can hold at all, by the model's positions."""
+    max_bytes: int
+    """Bytes that it can hold at all, by the device's budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,38 +80,43 @@ def decide(policy: Policy, snapshot: Snapshot) -> tuple[Drop, ...]:
         return ()
     held = [turn for turn in snapshot.turns if turn.is_candidate]
     num_over = len(held) - policy.window.low if len(held) > policy.window.high else 0
-    tokens_over = _tokens_over(policy.window, snapshot, sum(turn.tokens for turn in held))
+    over = _over(policy.window, snapshot, sum((turn.size for turn in held), Size()))
     drops: list[Drop] = []
-    chat_left = {turn.index: turn.chat_tokens for turn in held}
-    tool_left = {turn.index: turn.tool_tokens for turn in held}
+    chat_left = {turn.index: turn.chat for turn in held}
+    tools_left = {turn.index: turn.tools for turn in held}
     for drop, is_recent in _in_order(policy, held):
-        if num_over <= 0 and tokens_over <= 0:
+        is_too_large = over.tokens > 0 or over.bytes > 0
+        if num_over <= 0 and not is_too_large:
             break
-        if is_recent and tokens_over <= 0:
+        if is_recent and not is_too_large:
             continue
         index = drop.turn
-        freed = tool_left[index] + (chat_left[index] if drop.part == "all" else 0)
-        if not freed:
+        freed = tools_left[index] + (chat_left[index] if drop.part == "all" else Size())
+        if not freed.tokens:
             continue
-        tool_left[index] = 0
-        chat_left[index] = 0 if drop.part == "all" else chat_left[index]
-        num_over -= chat_left[index] == 0
-        tokens_over -= freed
+        tools_left[index] = Size()
+        chat_left[index] = Size() if drop.part == "all" else chat_left[index]
+        num_over -= not chat_left[index].tokens
+        over -= freed
         drops = [earlier for earlier in drops if earlier.turn != index]
-        drops.append(drop if chat_left[index] else Drop(index))
+        drops.append(drop if chat_left[index].tokens else Drop(index))
     return tuple(sorted(drops, key=lambda drop: drop.turn))
 
 
-def _tokens_over(window: Window, snapshot: Snapshot, droppable: int) -> int:
-    """Tokens that must go so that every passed limit is back at its low mark."""
-    limits = [] if snapshot.max_tokens is None else [snapshot.max_tokens]
-    if window.budget_bytes is not None:
-        limits.append(window.budget_bytes // snapshot.token_bytes)
-    if not limits or snapshot.total_tokens <= min(limits):
+def _over(window: Window, snapshot: Snapshot, droppable: Size) -> Size:
+    """What must go so that every passed limit is back at its low mark."""
+    max_bytes = snapshot.max_bytes if window.budget_bytes is None else min(snapshot.max_bytes, window.budget_bytes)
+    return Size(
+        _excess(window, snapshot.total.tokens, droppable.tokens, snapshot.max_tokens),
+        _excess(window, snapshot.total.bytes, droppable.bytes, max_bytes),
+    )
+
+
+def _excess(window: Window, total: int, droppable: int, limit: int | None) -> int:
+    if limit is None or total <= limit:
         return 0
-    fixed = snapshot.total_tokens - droppable
-    room = max(0, min(limits) - fixed)
-    return snapshot.total_tokens - (fixed + room * window.low // window.high)
+    fixed = total - droppable
+    return total - (fixed + max(0, limit - fixed) * window.low // window.high)
 
 
 def _in_order(policy: Policy, held: Sequence[TurnSnapshot]) -> Iterator[tuple[Drop, bool]]:
@@ -106,7 +125,7 @@ def _in_order(policy: Policy, held: Sequence[TurnSnapshot]) -> Iterator[tuple[Dr
     for turns, is_recent in ((held[:num_old], False), (held[num_old:], True)):
         if policy.keep.tool_results == "clear":
             for turn in turns:
-                if turn.tool_tokens:
+                if turn.tools.tokens:
                     yield Drop(turn.index, "tools"), is_recent
             kinds: tuple[TurnKind | None, ...] = (None,)
         else:

@@ -11,6 +11,8 @@ from typing import Any
 
 from turnkv.errors import InvalidConfigError, InvalidFileError
 from turnkv.policy.policy import Keep, Policy, Window
+from turnkv.policy.precision import Old, Precision
+from turnkv.types import SpanClass, Tier
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -47,9 +49,10 @@ def load_policy(name_or_path: str) -> Policy:
 def parse_policy(name: str, text: str) -> Policy:
     """Read a policy from TOML text."""
     sections = tomllib.loads(text)
-    _refuse_unknown("", sections, ("window", "keep"))
+    _refuse_unknown("", sections, ("window", "keep", "precision"))
     window = _table(sections, "window")
     keep = _table(sections, "keep")
+    precision = _table(sections, "precision")
     if window is not None and "budget" in window:
         window["budget_bytes"] = parse_size("window.budget", window.pop("budget"))
     for section, table, numbers in (("window", window, ("high", "low")), ("keep", keep, ("recent",))):
@@ -57,15 +60,57 @@ def parse_policy(name: str, text: str) -> Policy:
             if table is not None and key in table and (type(table[key]) is not int):
                 raise InvalidConfigError(f"{section}.{key}", table[key], "is no whole number", remedy="give one")
     if keep is not None and "pinned" in keep:
-        patterns = keep["pinned"]
-        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise InvalidConfigError("keep.pinned", patterns, "is no list of strings", remedy="give patterns in [ ]")
-        keep["pinned"] = tuple(patterns)
+        keep["pinned"] = _strings("keep.pinned", keep["pinned"], "patterns")
     return Policy(
         name=name,
         window=None if window is None else Window(**window),
         keep=Keep() if keep is None else Keep(**keep),
+        precision=None if precision is None else _precision(precision),
     )
+
+
+def _precision(table: dict[str, Any]) -> Precision:
+    """Read `[precision]`."""
+    if "exact" in table:
+        table["exact"] = _strings("precision.exact", table["exact"], "classes")
+    if "rest" in table:
+        table["rest"] = _tier("precision.rest", table["rest"])
+    if "old" in table:
+        old = table["old"]
+        if not isinstance(old, dict) or set(old) != {"after", "store"} or type(old["after"]) is not int:
+            raise InvalidConfigError(
+                "precision.old", old, "is no rule", remedy='write it as { after = 4, store = "int4" }'
+            )
+        table["old"] = Old(after=old["after"], store=_tier("precision.old.store", old["store"]))
+    layers = table.get("exact_layers", [])
+    if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
+        raise InvalidConfigError("precision.exact_layers", layers, "is no list of layers", remedy="give numbers in [ ]")
+    table["exact_layers"] = tuple(layers)
+    patterns = table.get("patterns", {})
+    if not isinstance(patterns, dict):
+        raise InvalidConfigError(
+            "precision.patterns", patterns, "is no table", remedy='write it as { number = ["..."] }'
+        )
+    _refuse_unknown("precision.patterns.", patterns, tuple(SpanClass))
+    table["patterns"] = {
+        SpanClass(name): _strings(f"precision.patterns.{name}", given, "patterns") for name, given in patterns.items()
+    }
+    return Precision(**table)
+
+
+def _tier(field: str, value: object) -> Tier:
+    """A tier as one format for keys and values, or one for each."""
+    if isinstance(value, str):
+        return Tier(value, value)
+    if isinstance(value, dict) and set(value) == {"k", "v"} and all(isinstance(form, str) for form in value.values()):
+        return Tier(value["k"], value["v"])
+    raise InvalidConfigError(field, value, "is no tier", remedy='give "int8", or { k = "int8", v = "int4" }')
+
+
+def _strings(field: str, value: object, what: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise InvalidConfigError(field, value, "is no list of strings", remedy=f"give {what} in [ ]")
+    return tuple(value)
 
 
 def parse_size(field: str, value: object) -> int:
@@ -82,7 +127,11 @@ def _table(sections: Mapping[str, Any], name: str) -> dict[str, Any] | None:
         return None
     if not isinstance(table, dict):
         raise InvalidConfigError(name, table, "is no section", remedy=f"write it as [{name}]")
-    known = {"window": ("high", "low", "budget", "overflow"), "keep": tuple(entry.name for entry in fields(Keep))}[name]
+    known = {
+        "window": ("high", "low", "budget", "overflow"),
+        "keep": tuple(entry.name for entry in fields(Keep)),
+        "precision": tuple(entry.name for entry in fields(Precision)),
+    }[name]
     _refuse_unknown(f"{name}.", table, known)
     return dict(table)
 

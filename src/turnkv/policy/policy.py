@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from turnkv.errors import InvalidConfigError
+from turnkv.policy.precision import Precision, check_patterns
 
 ToolResults = Literal["raw", "clear"]
 Overflow = Literal["fold", "refuse"]
@@ -65,13 +66,7 @@ class Keep:
             )
         if self.recent < 0:
             raise InvalidConfigError("keep.recent", self.recent, "must not be negative", remedy="give 0 or more turns")
-        for index, pattern in enumerate(self.pinned):
-            try:
-                re.compile(pattern)
-            except (re.error, OverflowError, RecursionError) as error:
-                raise InvalidConfigError(
-                    f"keep.pinned[{index}]", pattern, str(error), remedy="give a Python regular expression"
-                ) from None
+        check_patterns("keep.pinned", self.pinned)
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
@@ -89,16 +84,23 @@ class Policy:
     name: str
     window: Window | None = None
     keep: Keep = field(default_factory=Keep)
+    precision: Precision | None = None
+    """None stores every turn as it was computed."""
 
     def describe(self) -> str:
         """One line for tables and reports."""
+        said = []
         if self.window is None:
-            return f"{self.name}: keeps every turn"
-        budget = f", at most {self.window.budget_bytes:,} bytes" if self.window.budget_bytes else ""
-        return (
-            f"{self.name}: over {self.window.high} closed turns down to {self.window.low}{budget}, "
-            f"tool results {self.keep.tool_results}"
-        )
+            said.append("keeps every turn")
+        else:
+            budget = f", at most {self.window.budget_bytes:,} bytes" if self.window.budget_bytes else ""
+            said.append(
+                f"over {self.window.high} closed turns down to {self.window.low}{budget}, "
+                f"tool results {self.keep.tool_results}"
+            )
+        if self.precision is not None:
+            said.append(self.precision.describe())
+        return f"{self.name}: {'; '.join(said)}"
 
 
 FULL = Policy(name="full")

@@ -1,0 +1,195 @@
+// The binding: pointers and numbers in, nothing out. Whoever calls keeps the tensors alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <tuple>
+
+#include "attend.h"
+#include "cpu.h"
+#include "settle.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using turnkv::Dtype;
+using turnkv::Format;
+
+template <class T>
+using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Format format(int code) {
+  if (code < 0 || code > static_cast<int>(Format::int4)) throw std::invalid_argument("no such format");
+  return static_cast<Format>(code);
+}
+
+Dtype dtype(int code) {
+  if (code < 0 || code > static_cast<int>(Dtype::f16)) throw std::invalid_argument("no such dtype");
+  return static_cast<Dtype>(code);
+}
+
+void check_dims(int key_dim, int value_dim) {
+  if (key_dim < 1 || value_dim < 1 || key_dim > turnkv::kMaxDim || value_dim > turnkv::kMaxDim)
+    throw std::invalid_argument("a head has from 1 to 512 dims");
+}
+
+// (tier, offset, pages, masks, positions)
+using GroupOf = std::tuple<int, int, Array<std::int32_t>, Array<std::uint16_t>, Array<std::int32_t>>;
+// (first query, queries, first position, groups)
+using SequenceOf = std::tuple<int, int, int, std::vector<GroupOf>>;
+
+class Batch {
+ public:
+  explicit Batch(std::vector<SequenceOf> given) : given_(std::move(given)) {
+    for (const auto& [first_query, num_queries, first_position, groups] : given_) {
+      turnkv::Sequence sequence{first_query, num_queries, first_position, {}, {}};
+      for (const auto& [tier, offset, pages, masks, positions] : groups) {
+        const auto count = static_cast<int>(pages.size());
+        if (masks.size() != pages.size() || positions.size() != pages.size() * turnkv::kTile)
+          throw std::invalid_argument("pages, masks and positions differ in length");
+        sequence.groups.push_back({tier, offset, pages.data(), masks.data(), positions.data(), count});
+        for (int tile = 0; tile < count; ++tile) sequence.reach.push_back(reach(sequence.groups.back(), tile));
+      }
+      sequences.push_back(std::move(sequence));
+    }
+  }
+
+  std::vector<turnkv::Sequence> sequences;
+
+ private:
+  static turnkv::Reach reach(const turnkv::Group& group, int tile) {
+    turnkv::Reach found{INT32_MAX, INT32_MIN};
+    for (int slot = 0; slot < turnkv::kTile; ++slot)
+      if (group.masks[tile] >> slot & 1) {
+        found.first = std::min(found.first, group.positions[tile * turnkv::kTile + slot]);
+        found.last = std::max(found.last, group.positions[tile * turnkv::kTile + slot]);
+      }
+    return found;
+  }
+
+  std::vector<SequenceOf> given_;  // keeps the arrays alive
+};
+
+// (blocks, page bytes, head bytes, format of keys, format of values)
+using ArenaOf = std::tuple<std::uintptr_t, std::size_t, std::size_t, int, int>;
+
+// A layer's constants: everything but the queries.
+struct Layer {
+  turnkv::Attend call;
+
+  Layer(std::vector<ArenaOf> arenas, int dtype_code, std::tuple<int, int, int, int> shape, float scale, float softcap,
+        int window, std::uintptr_t sinks, bool is_interleaved, int first_rotated, int num_pairs) {
+    for (const auto& [blocks, page_bytes, head_bytes, keys, values] : arenas)
+      call.arenas.push_back({pointer<const std::uint8_t>(blocks), page_bytes, head_bytes, format(keys), format(values)});
+    call.dtype = dtype(dtype_code);
+    std::tie(call.num_heads, call.num_kv_heads, call.key_dim, call.value_dim) = shape;
+    check_dims(call.key_dim, call.value_dim);
+    if (call.num_kv_heads < 1 || call.num_heads % call.num_kv_heads || call.num_heads / call.num_kv_heads > 512)
+      throw std::invalid_argument("query heads must be a multiple of key-value heads, up to 512 times");
+    call.scale = scale;
+    call.softcap = softcap;
+    call.window = window;
+    call.sinks = pointer<const float>(sinks);
+    call.is_interleaved = is_interleaved;
+    call.first_rotated = first_rotated;
+    call.num_pairs = num_pairs;
+  }
+};
+
+// (offset, cosines, sines)
+using AnglesOf = std::tuple<int, std::uintptr_t, std::uintptr_t>;
+
+void attend_step(Layer& layer, const Batch& batch, const std::vector<AnglesOf>& angles, std::uintptr_t query,
+            std::ptrdiff_t row, std::ptrdiff_t head, std::uintptr_t out, int isa) {
+  turnkv::Attend& call = layer.call;
+  const int num_tiers = static_cast<int>(call.arenas.size());
+  for (const auto& sequence : batch.sequences)
+    for (const auto& group : sequence.groups)
+      if (group.tier < 0 || group.tier >= num_tiers) throw std::invalid_argument("no such tier");
+  call.sequences = &batch.sequences;
+  call.angles.clear();
+  for (const auto& [offset, cos, sin] : angles)
+    call.angles.push_back({offset, pointer<const float>(cos), pointer<const float>(sin)});
+  call.query = pointer<const void>(query);
+  call.query_row = row;
+  call.query_head = head;
+  call.out = pointer<void>(out);
+  nb::gil_scoped_release release;
+  turnkv::isas().at(static_cast<std::size_t>(isa)).attend(call);
+}
+
+// (blocks, page bytes, head bytes, dtype, G, D, E)
+using ExactOf = std::tuple<std::uintptr_t, std::size_t, std::size_t, int, int, int, int>;
+// (address, stride of heads, stride of tokens)
+using VectorsOf = std::tuple<std::uintptr_t, std::ptrdiff_t, std::ptrdiff_t>;
+
+void write_tokens(const ExactOf& arena, const VectorsOf& key, const VectorsOf& value, const Array<std::int32_t>& slots) {
+  turnkv::Write call;
+  const auto [blocks, page_bytes, head_bytes, dtype_code, num_heads, key_dim, value_dim] = arena;
+  check_dims(key_dim, value_dim);
+  call.blocks = pointer<std::uint8_t>(blocks);
+  call.page_bytes = page_bytes;
+  call.head_bytes = head_bytes;
+  call.dtype = dtype(dtype_code);
+  call.num_heads = num_heads;
+  call.key_dim = key_dim;
+  call.value_dim = value_dim;
+  call.key = pointer<const void>(std::get<0>(key));
+  call.key_head = std::get<1>(key);
+  call.key_token = std::get<2>(key);
+  call.value = pointer<const void>(std::get<0>(value));
+  call.value_head = std::get<1>(value);
+  call.value_token = std::get<2>(value);
+  call.slots = slots.data();
+  call.count = static_cast<int>(slots.size());
+  nb::gil_scoped_release release;
+  turnkv::write(call);
+}
+
+// (source arena, target arena, G, D, E)
+using SettleOf = std::tuple<ArenaOf, ArenaOf, int, int, int>;
+
+void settle_tokens(const std::vector<SettleOf>& layers, int dtype_code, const Array<std::int32_t>& source_slots,
+            const Array<std::int32_t>& target_slots) {
+  if (source_slots.size() != target_slots.size()) throw std::invalid_argument("each source slot needs a target");
+  std::vector<turnkv::SettleLayer> call;
+  for (const auto& [source, target, num_heads, key_dim, value_dim] : layers) {
+    check_dims(key_dim, value_dim);
+    call.push_back({pointer<const std::uint8_t>(std::get<0>(source)), std::get<1>(source), std::get<2>(source),
+                    format(std::get<3>(source)), format(std::get<4>(source)),
+                    pointer<std::uint8_t>(std::get<0>(target)), std::get<1>(target), std::get<2>(target),
+                    format(std::get<3>(target)), format(std::get<4>(target)), num_heads, key_dim, value_dim});
+  }
+  nb::gil_scoped_release release;
+  turnkv::settle(call, dtype(dtype_code), source_slots.data(), target_slots.data(),
+                 static_cast<int>(source_slots.size()));
+}
+
+std::vector<std::string> names() {
+  std::vector<std::string> found;
+  for (const auto& isa : turnkv::isas()) found.push_back(isa.name);
+  return found;
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, module) {
+  nb::set_leak_warnings(false);  // layers live as long as the caches that tests and users still hold at exit
+  nb::class_<Batch>(module, "Batch").def(nb::init<std::vector<SequenceOf>>());
+  nb::class_<Layer>(module, "Layer")
+      .def(nb::init<std::vector<ArenaOf>, int, std::tuple<int, int, int, int>, float, float, int, std::uintptr_t, bool,
+                    int, int>());
+  module.def("attend", &attend_step);
+  module.def("write", &write_tokens);
+  module.def("settle", &settle_tokens);
+  module.def("isas", &names);
+}
