@@ -1,17 +1,15 @@
 #include "cpu.h"
 
-#if defined(TURNKV_X86)
+#if defined(TURNKV_HAS_AMX) && defined(__linux__)
 #include <cpuid.h>
-#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 #endif
 
 namespace turnkv {
 namespace {
 
-#if defined(TURNKV_X86)
+#if defined(TURNKV_HAS_AMX)
 bool has_amx() {
 #if defined(__linux__)
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -27,17 +25,25 @@ bool has_amx() {
 #endif
 
 std::vector<Isa> found() {
-  std::vector<Isa> all = {{"portable", portable::attend}};
-#if defined(TURNKV_X86)
+  std::vector<Isa> all = {{"portable", portable::attend, portable::write_head, portable::settle_head}};
+#if defined(TURNKV_HAS_AVX2)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) all.push_back({"avx2", avx2::attend});
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    all.push_back({"avx2", avx2::attend, avx2::write_head, avx2::settle_head});
+#endif
+#if defined(TURNKV_HAS_AVX512)
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512) all.push_back({"avx512", avx512::attend});
-  if (has_avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
-    all.push_back({"avx512bf16", avx512bf16::attend});
-    if (has_amx()) all.push_back({"amx", amx::attend});
-  }
+  if (has_avx512) all.push_back({"avx512", avx512::attend, avx512::write_head, avx512::settle_head});
+#endif
+  // Settling has no use for products of bf16 or int8: from here on its body stays the same.
+#if defined(TURNKV_HAS_AVX512BF16)
+  const bool has_bf16 =
+      has_avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+  if (has_bf16) all.push_back({"avx512bf16", avx512bf16::attend, avx512::write_head, avx512::settle_head});
+#endif
+#if defined(TURNKV_HAS_AMX)
+  if (has_bf16 && has_amx()) all.push_back({"amx", amx::attend, avx512::write_head, avx512::settle_head});
 #endif
   return all;
 }

@@ -5,15 +5,19 @@
 #include <vector>
 
 #include "attend.h"
+#include "settle.h"
 
 namespace turnkv {
 
+// An instruction set and the bodies compiled for it.
 struct Isa {
   std::string name;
   void (*attend)(const Attend&);
+  void (*write_head)(const Write&, int head);
+  void (*settle_head)(const Settle&, const SettleLayer&, int head);
 };
 
-// Bodies that run here, the plainest first and the fastest last.
+// Those that run here, the plainest first and the fastest last. A caller names one by its index.
 const std::vector<Isa>& isas();
 
 }  // namespace turnkv

@@ -1,10 +1,13 @@
 // The binding: pointers and numbers in, nothing out. Whoever calls keeps the tensors alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 
@@ -132,7 +135,13 @@ using ExactOf = std::tuple<std::uintptr_t, std::size_t, std::size_t, int, int, i
 // (address, stride of heads, stride of tokens)
 using VectorsOf = std::tuple<std::uintptr_t, std::ptrdiff_t, std::ptrdiff_t>;
 
-void write_tokens(const ExactOf& arena, const VectorsOf& key, const VectorsOf& value, const Array<std::int32_t>& slots) {
+// By its index; the fastest where none is given.
+const turnkv::Isa& isa_of(std::optional<std::size_t> index) {
+  return index ? turnkv::isas().at(*index) : turnkv::isas().back();
+}
+
+void write_tokens(const ExactOf& arena, const VectorsOf& key, const VectorsOf& value, const Array<std::int32_t>& slots,
+                  std::optional<std::size_t> isa) {
   turnkv::Write call;
   const auto [blocks, page_bytes, head_bytes, dtype_code, num_heads, key_dim, value_dim] = arena;
   check_dims(key_dim, value_dim);
@@ -152,26 +161,26 @@ void write_tokens(const ExactOf& arena, const VectorsOf& key, const VectorsOf& v
   call.slots = slots.data();
   call.count = static_cast<int>(slots.size());
   nb::gil_scoped_release release;
-  turnkv::write(call);
+  turnkv::write(call, isa_of(isa));
 }
 
 // (source arena, target arena, G, D, E)
 using SettleOf = std::tuple<ArenaOf, ArenaOf, int, int, int>;
 
 void settle_tokens(const std::vector<SettleOf>& layers, int dtype_code, const Array<std::int32_t>& source_slots,
-            const Array<std::int32_t>& target_slots) {
+                   const Array<std::int32_t>& target_slots, std::optional<std::size_t> isa) {
   if (source_slots.size() != target_slots.size()) throw std::invalid_argument("each source slot needs a target");
-  std::vector<turnkv::SettleLayer> call;
+  turnkv::Settle call{{}, dtype(dtype_code), source_slots.data(), target_slots.data(),
+                      static_cast<int>(source_slots.size())};
   for (const auto& [source, target, num_heads, key_dim, value_dim] : layers) {
     check_dims(key_dim, value_dim);
-    call.push_back({pointer<const std::uint8_t>(std::get<0>(source)), std::get<1>(source), std::get<2>(source),
-                    format(std::get<3>(source)), format(std::get<4>(source)),
-                    pointer<std::uint8_t>(std::get<0>(target)), std::get<1>(target), std::get<2>(target),
-                    format(std::get<3>(target)), format(std::get<4>(target)), num_heads, key_dim, value_dim});
+    call.layers.push_back({pointer<const std::uint8_t>(std::get<0>(source)), std::get<1>(source), std::get<2>(source),
+                           format(std::get<3>(source)), format(std::get<4>(source)),
+                           pointer<std::uint8_t>(std::get<0>(target)), std::get<1>(target), std::get<2>(target),
+                           format(std::get<3>(target)), format(std::get<4>(target)), num_heads, key_dim, value_dim});
   }
   nb::gil_scoped_release release;
-  turnkv::settle(call, dtype(dtype_code), source_slots.data(), target_slots.data(),
-                 static_cast<int>(source_slots.size()));
+  turnkv::settle(call, isa_of(isa));
 }
 
 std::vector<std::string> names() {
@@ -189,7 +198,9 @@ NB_MODULE(_kernels, module) {
       .def(nb::init<std::vector<ArenaOf>, int, std::tuple<int, int, int, int>, float, float, int, std::uintptr_t, bool,
                     int, int>());
   module.def("attend", &attend_step);
-  module.def("write", &write_tokens);
-  module.def("settle", &settle_tokens);
+  module.def("write", &write_tokens, nb::arg("arena"), nb::arg("key"), nb::arg("value"), nb::arg("slots"),
+             nb::arg("isa") = nb::none());
+  module.def("settle", &settle_tokens, nb::arg("layers"), nb::arg("dtype"), nb::arg("source_slots"),
+             nb::arg("target_slots"), nb::arg("isa") = nb::none());
   module.def("isas", &names);
 }

@@ -1,4 +1,4 @@
-// Putting tokens into tiles: newly computed ones as they are, settled ones in other formats.
+// Putting tokens into tiles: newly computed ones as they are, settled ones in other formats. No Python, no torch.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,8 @@
 #include "layout.h"
 
 namespace turnkv {
+
+struct Isa;
 
 // New keys and values of one layer, [G][T][D] and [G][T][E] with dense last dims; strides in elements.
 struct Write {
@@ -22,8 +24,6 @@ struct Write {
   int count;
 };
 
-void write(const Write& call);
-
 // One layer's memory in the tier that tokens leave and in the one that they enter.
 struct SettleLayer {
   const std::uint8_t* source;
@@ -36,7 +36,29 @@ struct SettleLayer {
 };
 
 // The same tokens in every layer. No two target slots are equal, and no source is a target.
-void settle(const std::vector<SettleLayer>& layers, Dtype dtype, const std::int32_t* source_slots,
-            const std::int32_t* target_slots, int count);
+struct Settle {
+  std::vector<SettleLayer> layers;
+  Dtype dtype;  // of exact codes
+  const std::int32_t* source_slots;
+  const std::int32_t* target_slots;
+  int count;
+};
+
+void write(const Write& call, const Isa& isa);
+void settle(const Settle& call, const Isa& isa);
+
+// One head's part, by instruction set. Heads share no byte, so threads divide them.
+namespace portable {
+void write_head(const Write&, int head);
+void settle_head(const Settle&, const SettleLayer&, int head);
+}  // namespace portable
+namespace avx2 {
+void write_head(const Write&, int head);
+void settle_head(const Settle&, const SettleLayer&, int head);
+}  // namespace avx2
+namespace avx512 {
+void write_head(const Write&, int head);
+void settle_head(const Settle&, const SettleLayer&, int head);
+}  // namespace avx512
 
 }  // namespace turnkv

@@ -39,11 +39,13 @@ def write(
     key: tuple[int, int, int],
     value: tuple[int, int, int],
     slots: NDArray[np.int32],
+    isa: int | None = None,
 ) -> None: ...
 def settle(
     layers: list[tuple[_Arena, _Arena, int, int, int]],
     dtype: int,
     source_slots: NDArray[np.int32],
     target_slots: NDArray[np.int32],
+    isa: int | None = None,
 ) -> None: ...
 def isas() -> list[str]: ...

@@ -26,7 +26,7 @@ from tests.kernels.cases import (
 from tests.kernels.oracle import Piece, Shape, Step
 from tests.tolerances import ATTEND
 
-from turnkv.kernels import BODIES, LayerAttention, cpu
+from turnkv.kernels import BODIES, LayerAttention, Rotation, cpu
 from turnkv.types import EXACT, Tier
 
 pytestmark = pytest.mark.skipif(not cpu.isas(), reason="the C++ kernels were not built")

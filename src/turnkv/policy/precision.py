@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -112,7 +111,6 @@ def _check(name: str, tier: Tier) -> None:
 @cache
 def _format_names() -> tuple[str, ...]:
     """Names of all formats: each is a file named after it. Looked up without importing them, and torch with them."""
-    spec = find_spec("turnkv")
-    folder = Path((spec.submodule_search_locations or [""])[0]) if spec else Path()
-    names = {path.stem for path in (folder / "cache" / "formats").glob("*.py")} - {"__init__", "format"}
+    folder = Path(__file__).parent.parent / "cache" / "formats"
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__", "format"}
     return tuple(sorted(names))
