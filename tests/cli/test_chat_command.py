@@ -65,7 +65,7 @@ def test_a_switch_to_no_policy_changes_nothing(turnkv: Turnkv) -> None:
     result = turnkv("chat", *SHORT, stdin="/policy no-such\n/policy\nhello\n")
     assert result.exit_code == 1
     assert "error: policy 'no-such'" in result.stderr
-    assert "window: over 12" in result.stdout
+    assert "balanced: over 12" in result.stdout
     assert "first token" in result.stdout
 
 
