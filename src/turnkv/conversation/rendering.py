@@ -136,23 +136,23 @@ class Renderer:
             header_tokens: how many leading ones are the generation prompt.
         """
         text, first, last = self._texts.place(tokens)
-        ranks = classifier.ranks(text)
         added = self._texts.added(tokens)
-        for index in added:
-            ranks[first[index] : last[index] + 1] = 0
+        below, at = np.zeros(len(text), dtype=np.uint8), 0
         if message is not None and message.role is Role.ASSISTANT:
             at = int(first[header_tokens]) if header_tokens < len(tokens) else len(text)
-            for part, span_class in ((message.reasoning, SpanClass.REASONING), (message.content, None)):
+            for part, span_class in ((message.reasoning, SpanClass.REASONING), (message.content, SpanClass.TEXT)):
                 said = (part or "").strip()
                 start = text.find(said, at) if said else -1
-                if start < 0:
-                    continue
-                at = start + len(said)
-                if span_class is not None:
-                    ranks[start:at] = np.maximum(ranks[start:at], rank_of(span_class))
-            if message.tool_calls:
-                stop = int(first[added[-1]]) if added and added[-1] >= header_tokens else len(text)
-                ranks[at:stop] = rank_of(SpanClass.TOOL_CALL)
+                if start >= 0:
+                    at = start + len(said)
+                    below[start:at] = rank_of(span_class)
+        ranks = classifier.ranks(text, below)
+        for index in added:
+            place = slice(first[index], last[index] + 1)
+            ranks[place] = below[place]
+        if message is not None and message.tool_calls:
+            stop = int(first[added[-1]]) if added and added[-1] >= header_tokens else len(text)
+            ranks[at:stop] = rank_of(SpanClass.TOOL_CALL)
         role = Role.SYSTEM if message is None else message.role
         return spans_of(runs(token_ranks(ranks, text, first, last)), role)
 

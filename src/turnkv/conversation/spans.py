@@ -16,41 +16,68 @@ _RANKS = (SpanClass.TEXT, SpanClass.REASONING, SpanClass.NUMBER, SpanClass.CODE,
 """Where classes meet inside one token, the later one has it."""
 
 _UNITS = (
-    r"%|‰|°[CF]?|[kmcµ]?g|[kcmµn]?m|m[l²³]|lbs?|oz|ft|mi|miles?|[kKMGT]i?[Bb](?:ps|it/s)?|[mµn]?s|h|hrs?|min|"
-    r"[kMG]?Hz|[kM]?W|[mk]?V|mA?h?|fps|px|pt|[ap]m|[ap]\.m\.|[AP]M|USD|EUR|GBP|CNY|RMB|x"
+    r"[%％‰℃]|°[CF]?|[kmcµ]?g|[kmcµn]?m|m[l²³]|lbs?|oz|ft|mi|miles?|[kKMGT]i?[Bb](?:ps|it/s)?|[kKMB]|[mµn]?s|h|hrs?|"
+    r"min|[kMG]?Hz|[kM]?W|[mk]?V|mA?h?|fps|px|pt|[ap]m|[ap]\.m\.|[AP]M|USD|EUR|GBP|CNY|RMB|x|st|nd|rd|th|"
+    r"percent|(?:hour|minute|second|day|week|month|year|night|dollar|cent|euro)s?|thousand|[mb]illion"
 )
-_MEASURES = "元块圆角月日号点分秒岁天周米克斤吨升度折楼层页章期届届度人位个张条件本间次倍名台辆家种年小公千毫平"
+_MONTH = (
+    r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?|"
+    r"Nov(?:ember)?|Dec(?:ember)?)(?![A-Za-z])\.?"
+)
+_YEAR = r"(?:,?\s(?:19|20)[0-9]{2}(?![0-9]))"
 
+_NUMERAL = "零〇一二两三四五六七八九十百千万亿"
+_MEASURE = (
+    "(?:小时|公里|公斤|公分|千克|千米|千瓦|毫米|毫升|平方|平米|美元|欧元|英镑|英里|刻钟|"
+    "[元块月日号点分秒岁天周米克斤吨升度折楼层页章期届人位个张条件本间次倍名台辆家种年份班晚夜套只瓶杯项笔])"
+)
+"""What makes a Chinese numeral a count. 一 is left out before most of them, where it says "a" or is part of a word."""
+
+# Every repetition below is possessive or cannot overlap what follows it, and what may start inside a run of like
+# characters is anchored to the run's start: so the time is linear in the text whatever it holds.
 _NUMBER = re.compile(
     rf"""
-      [$€£¥￥]?\s?[+\-−±~≈]?(?<![A-Za-z0-9_])[0-9０-９](?:[0-9０-９.,:/'’_×\-–]*[0-9０-９])?  # 1,234.5  10:30
-      (?:\s?(?:{_UNITS})(?![A-Za-z])|\s?[{_MEASURES}])?
-    | [零〇一二两三四五六七八九十百千万亿半][零〇一二两三四五六七八九十百千万亿半]+\s?[{_MEASURES}]?           # 三百元
-    | [零〇一二两三四五六七八九十](?=[元块月日号点分秒岁折楼层年])[元块月日号点分秒岁折楼层年]                   # 五月
-    | 第[零〇一二两三四五六七八九十百0-9]+
+      (?<![A-Za-z]){_MONTH}\s(?:[0-9]{{1,2}}(?:st|nd|rd|th)?(?![0-9A-Za-z]){_YEAR}?|(?:19|20)[0-9]{{2}}(?![0-9]))
+    | (?<![A-Za-z0-9_])[0-9]{{1,2}}(?:st|nd|rd|th)?\s(?:of\s)?{_MONTH}{_YEAR}?           # 15 May 2024
+    | (?:[$€£¥￥₹]\s?)?[+\-−±~≈]?(?<![A-Za-z0-9_])[0-9０-９]++(?:[.,:/'’_×–．：\-][0-9０-９]++)*+   # $1,234.5  10:30
+      (?:[eE][+\-]?[0-9]++(?!\w)|T[0-9:.]++(?:Z|[+\-][0-9:]++)?)?                        # 1e-5  2024-05-15T10:30:00Z
+      (?:[\s\-]?(?:{_UNITS})(?![A-Za-z])|\s?(?:{_MEASURE}|[圆角]))?
+    | (?<![{_NUMERAL}])(?!一点一|十分(?!之))[{_NUMERAL}]++(?:分之|点)[{_NUMERAL}]++(?:点[{_NUMERAL}]++)?  # 百分之十
+    | [一二两三四五六七八九][十百千万亿][{_NUMERAL}]*+(?:[多余几]?\s?{_MEASURE})?        # 三百  五十多个
+    | (?<![{_NUMERAL}半])(?!万一)[{_NUMERAL}半]{{2,}}+[多余几]?\s?{_MEASURE}                       # 二〇二四年  十二个
+    | (?!十分(?!钟)|四周)[零〇二两三四五六七八九十]{_MEASURE}                            # 两个  五月
+    | 一[元月号日岁折楼]
+    | 第[{_NUMERAL}0-9]++
+    | (?:周|星期|礼拜)[一二三四五六日天](?![次直定])
     """,
     re.VERBOSE,
 )
 
 _CODE = re.compile(
-    r"""
+    rf"""
       ```.*?(?:```|\Z)                                                             # fenced
     | `[^`\n]+`                                                                    # inline
-    | https?://[^\s"'<>，。）)\]]+
-    | [\w.+\-]+@[\w\-]+(?:\.[\w\-]+)+
-    | (?<![\w/.])(?:~|\.{1,2})?/[\w.\-@+]+(?:/[\w.\-@+]+)*/?                        # /usr/lib  ./run
-    | (?<![\w/.])[\w.\-]+(?:/[\w.\-]+)*\.
+    | (?<![A-Za-z])(?:(?:https?|ftp|file|s3|wss?)://|www\.)[^\s"'<>()\[\]\u3000-\u9fff\uff00-\uffef]+(?<![.,;:!?])
+    | (?<![\w.+\-])[\w.+\-]++@[\w\-]++(?:\.[\w\-]++)++
+    | (?<![\w/.<\u4e00-\u9fff])(?:~|\.{{1,2}})?/[\w.\-@+]++(?:/[\w.\-@+]++)*+/?    # /usr/lib  ./run
+    | (?<![\w/.<])/[\w.\-@+]++(?:/[\w.\-@+]++)++/?                                 # 打开/usr/lib
+    | (?<![\w/.\-])[\w.\-]+(?:/[\w.\-]+)*\.
       (?:py|js|ts|json|toml|ya?ml|md|txt|c|cc|cpp|h|hpp|rs|go|java|sh|cfg|ini|html?|css|csv|sql|xml|lock|log|ipynb)\b
-    | [A-Za-z]:\\[\w\\.\-]+
-    | \bv?[0-9]+\.[0-9]+\.[0-9]+[\w.\-]*                                           # versions
-    | \b[A-Za-z_]\w*(?:\.\w+)*\(\)                                                 # call()
-    | (?<![\w\-])(?:[A-Za-z]+[0-9]|[0-9]+[A-Za-z])[A-Za-z0-9]*(?:-[A-Za-z0-9]+)*(?![\w\-]|["']\s*:)  # HAT001
-    | (?<![\w\-])[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}
-    | (?<!\w)[A-Za-z0-9]*_\w+(?!["']\s*:)\b                                        # snake_case, but no JSON key
-    | \b[a-z]+[A-Z]\w*\b(?!["']\s*:) | \b(?:[A-Z][a-z0-9]+){2,}\b(?!["']\s*:)      # camelCase, PascalCase
-    | (?<=["'])[A-Z][A-Z0-9\-]{1,9}(?=["'])(?!["']\s*:)                            # "JFK"
-    | \#[A-Za-z]*[0-9][\w\-]*
-    | (?<=[:\[,{])\s*(?:true|false|null|None|True|False)\b
+    | [A-Za-z]:\\[\w\\.\-]++
+    | \bv?[0-9]++\.[0-9]++\.[0-9]++(?:[.\-+]?\w++)*+ | \bv[0-9]++(?:\.[0-9]++)++   # versions
+    | (?<![\w.])[A-Za-z_]\w*+(?:\.\w++)*+\(\)                                      # call()
+    | (?<![\w\-])(?![0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}T)(?![0-9]+(?:{_UNITS})?(?:-[0-9]+(?:{_UNITS})?)*(?![\w\-]))
+      (?![0-9]++(?:[eE][+\-]?[0-9]++|Z)(?!\w))(?=[A-Za-z0-9\-]*?(?:[A-Za-z][0-9]|[0-9][A-Za-z]))
+      [A-Za-z0-9]++(?:-[A-Za-z0-9]++)*+(?!\w|["']\s*:)                             # HAT001  gpt-4o, but no JSON key
+    | (?<![\w\-])[A-Z]{{2,}}+(?:-[0-9]++)++(?!\w)                                  # ORD-2024-001
+    | (?<=["'])(?=[\w\-]*?[0-9]{{3}})(?=[\w\-]*?[A-Za-z_])[\w\-]++(?=["'])         # ids as JSON keys
+    | (?<![\w\-])[0-9a-fA-F]{{8}}-(?:[0-9a-fA-F]{{4}}-){{3}}[0-9a-fA-F]{{12}}
+    | (?<!\w)_*+[A-Za-z0-9]++_++[A-Za-z0-9]\w*+(?!["']\s*:) | (?<!\w)__[a-z]++__   # snake_case, but no JSON key
+    | \b[a-z]++[A-Z]\w*+(?!["']\s*:)                                               # camelCase
+    | \b(?!Ma?c[A-Z])(?:[A-Z][a-z0-9]++){{2,}}+\b(?!["']\s*:)                      # PascalCase
+    | (?<=["'])[A-Z][A-Z0-9\-]{{1,9}}(?=["'])(?!["']\s*:)                          # "JFK"
+    | \#[A-Za-z]*+[0-9][\w\-]*+
+    | (?<=[:\[,{{])[^\S\n]*+(?:true|false|null|None|True|False)(?=\s*+(?:[,}}\]]|\Z)|[^\S\n]*+\n)
     """,
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
@@ -77,9 +104,9 @@ class Classifier:
             for pattern in patterns
         ]
 
-    def ranks(self, text: str) -> NDArray[np.uint8]:
-        """The class of each character, as an index into tool_call, code, number, reasoning and text from the last."""
-        found = np.zeros(len(text), dtype=np.uint8)
+    def ranks(self, text: str, below: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """The class of each character, as a rank: the user's patterns over code over number over what is `below`."""
+        found = np.zeros(len(text), dtype=np.uint8) if below is None else below.copy()
         for rank, pattern in ((2, _NUMBER), (3, _CODE), *self._extra):
             for match in pattern.finditer(text):
                 found[match.start() : match.end()] = rank
@@ -108,12 +135,12 @@ class TokenTexts:
         """The text of tokens, and the first and last character that each has a part in (last < first: none)."""
         parts = [self.bytes_of(token) for token in tokens]
         raw = b"".join(parts)
-        try:
-            text = raw.decode("utf-8")
-            character = np.cumsum((np.frombuffer(raw, dtype=np.uint8) & 0xC0) != 0x80) - 1
-        except UnicodeDecodeError:  # a reply may be cut inside a character: then each byte is one
-            text = raw.decode("latin-1")
-            character = np.arange(len(raw))
+        # A reply may be cut inside a character: each byte that belongs to none stands as one of its own.
+        text = raw.decode("utf-8", "surrogateescape")
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+        is_byte = (points >= 0xDC80) & (points <= 0xDCFF)
+        widths = np.where(is_byte, 1, 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000))
+        character = np.repeat(np.arange(len(text)), widths)
         stops = np.cumsum([len(part) for part in parts], dtype=np.int64)
         starts = stops - [len(part) for part in parts]
         character = np.append(character, len(text))
@@ -128,7 +155,9 @@ class TokenTexts:
     def _bytes_of(self, token: int) -> bytes:
         if token in self._added:
             return str(self._added[token]).encode()
-        said = str(self._tokenizer.convert_ids_to_tokens(token))
+        said: str | None = self._tokenizer.convert_ids_to_tokens(token)
+        if said is None:  # models have room for more tokens than the vocabulary holds
+            return b""
         if self._is_byte_level:
             return b"".join(_BYTES[each] if each in _BYTES else each.encode() for each in said)
         if re.fullmatch("<0x[0-9A-Fa-f]{2}>", said):
