@@ -10,7 +10,7 @@ PEERS := .peers
 install: $(STAMP)
 	@$(BIN)/python -m turnkv.models
 
-$(STAMP): pyproject.toml requirements.lock CMakeLists.txt $(wildcard csrc/*)
+$(STAMP): pyproject.toml requirements.lock CMakeLists.txt $(wildcard csrc/*.h csrc/*.cpp)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "turnkv needs Python 3.11 or newer; call: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev]'

@@ -52,6 +52,8 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 inline Floats clamped(Floats x, float low, float high) { return smaller(larger(x, Floats{} + low), Floats{} + high); }
 
+inline Floats magnitude(Floats x) { return std::bit_cast<Floats>(std::bit_cast<Bits>(x) & 0x7fffffffU); }
+
 inline float largest(Floats x) {
   x = larger(x, partner<8>(x));
   x = larger(x, partner<4>(x));
@@ -137,8 +139,8 @@ inline std::uint16_t scale_bits(float scale) {
 struct alignas(64) Work {
   static constexpr int kRoom = kMaxDim + kWide;
   float values[kRoom];
-  std::uint32_t codes[kRoom];  // one a dim
-  std::uint32_t lanes[kRoom];  // of keys, gathered
+  std::uint32_t codes[kRoom];                     // one a dim
+  std::uint32_t lanes[kRoom];                     // of keys, gathered
   std::uint16_t scales[num_blocks(kMaxDim - 1)];  // 511 dims fall into the most blocks
 };
 static_assert(num_blocks(kMaxDim - 1) == 20 && num_blocks(kMaxDim) == 16);
@@ -255,10 +257,7 @@ class Part {
         break;
       case Format::int8: {
         Floats most{};
-        for (int i = 0; i < dims_; i += kWide) {
-          const Floats x = load<Floats>(work.values + i);
-          most = larger(most, larger(x, -x));
-        }
+        for (int i = 0; i < dims_; i += kWide) most = larger(most, magnitude(load<Floats>(work.values + i)));
         work.scales[0] = scale_bits(largest(most) / 127.0F);
         const float step = from_f16(work.scales[0]);
         if (step > 0) again(work, [step](Floats x) { return rounded(clamped(x / step, -127.0F, 127.0F)) & 0xffU; });
