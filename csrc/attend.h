@@ -1,4 +1,4 @@
-// Attention over tiles of any format: what a call is told. No Python, no torch.
+// Attention over tiles of any format: what a call is told, and how it is cut into items. No Python, no torch.
 #pragma once
 
 #include <cstddef>
@@ -58,6 +58,10 @@ struct Attend {
   bool is_interleaved;
   int first_rotated, num_pairs;
 };
+
+// Reads memory as fast as this machine does, on all threads: what benchmarks compare attention with. Returns the sum of
+// all words in whole pairs of lines.
+std::uint64_t read_through(const std::uint64_t* from, std::size_t count);
 
 // One body for each instruction set; the same source, compiled again and again.
 namespace portable { void attend(const Attend&); }

@@ -183,6 +183,11 @@ void settle_tokens(const std::vector<SettleOf>& layers, int dtype_code, const Ar
   turnkv::settle(call, isa_of(isa));
 }
 
+std::uint64_t read_memory(std::uintptr_t address, std::size_t count) {
+  nb::gil_scoped_release release;
+  return turnkv::read_through(pointer<const std::uint64_t>(address), count);
+}
+
 std::vector<std::string> names() {
   std::vector<std::string> found;
   for (const auto& isa : turnkv::isas()) found.push_back(isa.name);
@@ -202,5 +207,6 @@ NB_MODULE(_kernels, module) {
              nb::arg("isa") = nb::none());
   module.def("settle", &settle_tokens, nb::arg("layers"), nb::arg("dtype"), nb::arg("source_slots"),
              nb::arg("target_slots"), nb::arg("isa") = nb::none());
+  module.def("read", &read_memory);
   module.def("isas", &names);
 }

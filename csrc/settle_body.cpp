@@ -15,46 +15,18 @@
 namespace turnkv::TURNKV_ISA {
 namespace {
 
-constexpr int kWide = 16;  // numbers worked on at once
+#include "hadamard.h"
 
-using Floats = float __attribute__((vector_size(4 * kWide)));
-using Bits = std::uint32_t __attribute__((vector_size(4 * kWide)));
-using Ints = std::int32_t __attribute__((vector_size(4 * kWide)));
 using Halves = std::uint16_t __attribute__((vector_size(2 * kWide)));
 using Bytes = std::uint8_t __attribute__((vector_size(kWide)));
 
-template <class To>
-inline To load(const void* from) {
-  To value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
+inline Wide larger(Wide a, Wide b) { return a > b ? a : b; }
+inline Wide smaller(Wide a, Wide b) { return a < b ? a : b; }
+inline Wide clamped(Wide x, float low, float high) { return smaller(larger(x, Wide{} + low), Wide{} + high); }
 
-template <class From>
-inline void store(void* to, From value) {
-  std::memcpy(to, &value, sizeof value);
-}
+inline Wide magnitude(Wide x) { return std::bit_cast<Wide>(std::bit_cast<WideBits>(x) & 0x7fffffffU); }
 
-// Lane i ^ kStride of each lane i.
-template <int kStride>
-inline Floats partner(Floats of) {
-  constexpr int k = kStride;
-#if defined(__clang__)
-  return __builtin_shufflevector(of, of, 0 ^ k, 1 ^ k, 2 ^ k, 3 ^ k, 4 ^ k, 5 ^ k, 6 ^ k, 7 ^ k, 8 ^ k, 9 ^ k, 10 ^ k,
-                                 11 ^ k, 12 ^ k, 13 ^ k, 14 ^ k, 15 ^ k);
-#else
-  return __builtin_shuffle(of, Ints{0 ^ k, 1 ^ k, 2 ^ k, 3 ^ k, 4 ^ k, 5 ^ k, 6 ^ k, 7 ^ k, 8 ^ k, 9 ^ k, 10 ^ k,
-                                    11 ^ k, 12 ^ k, 13 ^ k, 14 ^ k, 15 ^ k});
-#endif
-}
-
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
-inline Floats clamped(Floats x, float low, float high) { return smaller(larger(x, Floats{} + low), Floats{} + high); }
-
-inline Floats magnitude(Floats x) { return std::bit_cast<Floats>(std::bit_cast<Bits>(x) & 0x7fffffffU); }
-
-inline float largest(Floats x) {
+inline float largest(Wide x) {
   x = larger(x, partner<8>(x));
   x = larger(x, partner<4>(x));
   x = larger(x, partner<2>(x));
@@ -62,65 +34,15 @@ inline float largest(Floats x) {
 }
 
 // The nearest whole number, ties to even, in the low bits: of |x| below 2^22. What a NaN gives is arbitrary.
-inline Bits rounded(Floats x) { return std::bit_cast<Bits>(x + 12582912.0F); }  // 1.5 * 2^23
-
-// Butterflies (a + b, a - b) inside a register: a lane with bit kStride holds b, and a - b is a + (-b).
-template <int kStride>
-inline Floats butterfly(Floats x) {
-  constexpr auto sign = [](int lane) { return lane & kStride ? 0x80000000U : 0U; };
-  const Bits signs = {sign(0), sign(1), sign(2),  sign(3),  sign(4),  sign(5),  sign(6),  sign(7),
-                      sign(8), sign(9), sign(10), sign(11), sign(12), sign(13), sign(14), sign(15)};
-  return partner<kStride>(x) + std::bit_cast<Floats>(std::bit_cast<Bits>(x) ^ signs);
-}
-
-inline Floats hadamard16(Floats x) { return butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(x)))); }
-
-// 1 / sqrt(size) of a block.
-inline float norm_of(int size) {
-  switch (size) {
-    case 2:
-      return 0.70710678118654752F;
-    case 4:
-      return 0.5F;
-    case 8:
-      return 0.35355339059327376F;
-    case 16:
-      return 0.25F;
-    case 32:
-      return 0.17677669529663688F;
-    default:
-      return 1.0F;
-  }
-}
-
-// The normalised Walsh-Hadamard transform of a block, in place.
-inline void hadamard(float* block, int size) {
-  const float norm = norm_of(size);
-  if (size == 2 * kWide) {
-    const Floats low = hadamard16(load<Floats>(block)), high = hadamard16(load<Floats>(block + kWide));
-    store(block, (low + high) * norm);
-    store(block + kWide, (low - high) * norm);
-  } else if (size == kWide) {
-    store(block, hadamard16(load<Floats>(block)) * norm);
-  } else {
-    for (int stride = 1; stride < size; stride *= 2)
-      for (int i = 0; i < size; i += 2 * stride)
-        for (int j = i; j < i + stride; ++j) {
-          const float a = block[j], b = block[j + stride];
-          block[j] = a + b;
-          block[j + stride] = a - b;
-        }
-    for (int i = 0; i < size; ++i) block[i] *= norm;
-  }
-}
+inline WideBits rounded(Wide x) { return std::bit_cast<WideBits>(x + 12582912.0F); }  // 1.5 * 2^23
 
 // The first of a block's elements of largest magnitude.
 inline float extreme(const float* block, int size) {
   if (size >= kWide) {
-    Floats x = load<Floats>(block), negated = -x;
+    Wide x = load_as<Wide>(block), negated = -x;
     for (int i = kWide; i < size; i += kWide) {
-      x = larger(x, load<Floats>(block + i));
-      negated = larger(negated, -load<Floats>(block + i));
+      x = larger(x, load_as<Wide>(block + i));
+      negated = larger(negated, -load_as<Wide>(block + i));
     }
     const float high = largest(x), low = largest(negated);
     if (high != low) return high > low ? high : -low;
@@ -163,24 +85,24 @@ class Part {
 
   void take(const Place& from, Work& work) const {
     for (int group = 0; group < num_scales(format_, dims_); ++group)
-      work.scales[group] = load<std::uint16_t>(from.scales + (group * kTile + from.slot) * 2);
+      work.scales[group] = load_as<std::uint16_t>(from.scales + (group * kTile + from.slot) * 2);
     if constexpr (kIsKey) {
       const int num_lanes = dims_ * bits_ / 32;
       const std::uint8_t* lane = from.data + from.slot * 4;
-      for (int i = 0; i < num_lanes; ++i) work.lanes[i] = load<std::uint32_t>(lane + i * kTile * 4);
+      for (int i = 0; i < num_lanes; ++i) work.lanes[i] = load_as<std::uint32_t>(lane + i * kTile * 4);
       spread(work);
     } else {
       const std::uint8_t* row = row_of(from);
       const int shift = shift_of(from);
       int e = 0;
-      for (; e + kWide <= dims_; e += kWide) store(work.codes + e, load<Bits>(row + e * 4) >> shift & mask());
-      for (; e < dims_; ++e) work.codes[e] = load<std::uint32_t>(row + e * 4) >> shift & mask();
+      for (; e + kWide <= dims_; e += kWide) store_as(work.codes + e, load_as<WideBits>(row + e * 4) >> shift & mask());
+      for (; e < dims_; ++e) work.codes[e] = load_as<std::uint32_t>(row + e * 4) >> shift & mask();
     }
   }
 
   void put(Work& work, const Place& to) const {
     for (int group = 0; group < num_scales(format_, dims_); ++group)
-      store(to.scales + (group * kTile + to.slot) * 2, work.scales[group]);
+      store_as(to.scales + (group * kTile + to.slot) * 2, work.scales[group]);
     if constexpr (kIsKey) {
       pack(work);
       scatter(work.lanes, to);
@@ -190,8 +112,8 @@ class Part {
       const std::uint32_t others = ~(mask() << shift);
       int e = 0;
       for (; e + kWide <= dims_; e += kWide)
-        store(row + e * 4, (load<Bits>(row + e * 4) & others) | load<Bits>(work.codes + e) << shift);
-      for (; e < dims_; ++e) store(row + e * 4, (load<std::uint32_t>(row + e * 4) & others) | work.codes[e] << shift);
+        store_as(row + e * 4, (load_as<WideBits>(row + e * 4) & others) | load_as<WideBits>(work.codes + e) << shift);
+      for (; e < dims_; ++e) store_as(row + e * 4, (load_as<std::uint32_t>(row + e * 4) & others) | work.codes[e] << shift);
     }
   }
 
@@ -207,8 +129,8 @@ class Part {
       const std::uint32_t others = ~(mask() << shift);
       int e = 0;
       for (; e + kWide <= dims_; e += kWide) {
-        const Bits codes = __builtin_convertvector(load<Halves>(numbers + e * 2), Bits);
-        store(row + e * 4, (load<Bits>(row + e * 4) & others) | codes << shift);
+        const WideBits codes = __builtin_convertvector(load_as<Halves>(numbers + e * 2), WideBits);
+        store_as(row + e * 4, (load_as<WideBits>(row + e * 4) & others) | codes << shift);
       }
       for (; e < dims_; ++e) std::memcpy(row + e * 4 + shift / 8, numbers + e * 2, 2);
     }
@@ -218,22 +140,22 @@ class Part {
   void read(Work& work) const {
     switch (format_) {
       case Format::exact:
-        if (dtype_ == Dtype::f32) each(work, [](Bits codes) { return std::bit_cast<Floats>(codes); });
-        else if (dtype_ == Dtype::bf16) each(work, [](Bits codes) { return bf16_value<Floats>(codes); });
-        else each(work, [](Bits codes) { return f16_value<Floats>(codes); });
+        if (dtype_ == Dtype::f32) each(work, [](WideBits codes) { return std::bit_cast<Wide>(codes); });
+        else if (dtype_ == Dtype::bf16) each(work, [](WideBits codes) { return bf16_value<Wide>(codes); });
+        else each(work, [](WideBits codes) { return f16_value<Wide>(codes); });
         break;
       case Format::int8: {
         const float step = from_f16(work.scales[0]);
-        each(work, [step](Bits codes) {
-          return __builtin_convertvector(std::bit_cast<Ints>(codes << 24) >> 24, Floats) * step;
+        each(work, [step](WideBits codes) {
+          return __builtin_convertvector(std::bit_cast<WideInts>(codes << 24) >> 24, Wide) * step;
         });
         break;
       }
       case Format::fp8:
-        each(work, [](Bits codes) { return e4m3_value<Floats>(codes); });
+        each(work, [](WideBits codes) { return e4m3_value<Wide>(codes); });
         break;
       case Format::int4:
-        each(work, [](Bits codes) { return __builtin_convertvector(std::bit_cast<Ints>(codes) - 8, Floats); });
+        each(work, [](WideBits codes) { return __builtin_convertvector(std::bit_cast<WideInts>(codes) - 8, Wide); });
         for (int first = 0, group = 0; first < dims_; ++group) {
           const int size = block_size(first, dims_);
           const float step = from_f16(work.scales[group]);
@@ -251,25 +173,25 @@ class Part {
   void quantise(Work& work) const {
     switch (format_) {
       case Format::exact:
-        if (dtype_ == Dtype::f32) again(work, [](Floats x) { return std::bit_cast<Bits>(x); });
-        else if (dtype_ == Dtype::bf16) again(work, [](Floats x) { return bf16_bits<Bits>(x); });
-        else again(work, [](Floats x) { return f16_bits<Bits>(x); });
+        if (dtype_ == Dtype::f32) again(work, [](Wide x) { return std::bit_cast<WideBits>(x); });
+        else if (dtype_ == Dtype::bf16) again(work, [](Wide x) { return bf16_bits<WideBits>(x); });
+        else again(work, [](Wide x) { return f16_bits<WideBits>(x); });
         break;
       case Format::int8: {
-        Floats most{};
-        for (int i = 0; i < dims_; i += kWide) most = larger(most, magnitude(load<Floats>(work.values + i)));
+        Wide most{};
+        for (int i = 0; i < dims_; i += kWide) most = larger(most, magnitude(load_as<Wide>(work.values + i)));
         work.scales[0] = scale_bits(largest(most) / 127.0F);
         const float step = from_f16(work.scales[0]);
-        if (step > 0) again(work, [step](Floats x) { return rounded(clamped(x / step, -127.0F, 127.0F)) & 0xffU; });
-        else again(work, [](Floats) { return Bits{}; });
+        if (step > 0) again(work, [step](Wide x) { return rounded(clamped(x / step, -127.0F, 127.0F)) & 0xffU; });
+        else again(work, [](Wide) { return WideBits{}; });
         break;
       }
       case Format::fp8:
-        again(work, [](Floats x) {
-          const Floats low = Floats{} - 448.0F, high = Floats{} + 448.0F;
+        again(work, [](Wide x) {
+          const Wide low = Wide{} - 448.0F, high = Wide{} + 448.0F;
           x = x < low ? low : x;  // in this form a NaN stays one
           x = x > high ? high : x;
-          return e4m3_bits<Bits>(x);
+          return e4m3_bits<WideBits>(x);
         });
         break;
       case Format::int4:
@@ -281,8 +203,8 @@ class Part {
           const float step = from_f16(work.scales[group]);
           // A block smaller than a register is followed by what the next ones overwrite.
           for (int i = 0; i < size; i += kWide) {
-            const Bits code = (rounded(clamped(load<Floats>(block + i) / step, -8.0F, 7.0F)) + 8U) & 15U;
-            store(work.codes + first + i, step != 0 ? code : Bits{} + 8U);
+            const WideBits code = (rounded(clamped(load_as<Wide>(block + i) / step, -8.0F, 7.0F)) + 8U) & 15U;
+            store_as(work.codes + first + i, step != 0 ? code : WideBits{} + 8U);
           }
           first += size;
         }
@@ -307,50 +229,50 @@ class Part {
   void spread(Work& work) const {
     const auto* from = reinterpret_cast<const std::uint8_t*>(work.lanes);
     for (int i = 0; i < dims_; i += kWide) {
-      Bits codes;
+      WideBits codes;
       if (bits_ == 32) {
-        codes = load<Bits>(from + i * 4);
+        codes = load_as<WideBits>(from + i * 4);
       } else if (bits_ == 16) {
-        codes = __builtin_convertvector(load<Halves>(from + i * 2), Bits);
+        codes = __builtin_convertvector(load_as<Halves>(from + i * 2), WideBits);
       } else if (bits_ == 8) {
-        codes = __builtin_convertvector(load<Bytes>(from + i), Bits);
+        codes = __builtin_convertvector(load_as<Bytes>(from + i), WideBits);
       } else {
         const std::uint32_t a = work.lanes[i / 8], b = work.lanes[i / 8 + 1];
-        codes = Bits{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
-        codes = codes >> Bits{0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28} & 15U;
+        codes = WideBits{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
+        codes = codes >> WideBits{0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28} & 15U;
       }
-      store(work.codes + i, codes);
+      store_as(work.codes + i, codes);
     }
   }
 
   void pack(Work& work) const {
     auto* to = reinterpret_cast<std::uint8_t*>(work.lanes);
     for (int i = 0; i < dims_; i += kWide) {
-      const Bits codes = load<Bits>(work.codes + i);
+      const WideBits codes = load_as<WideBits>(work.codes + i);
       if (bits_ == 32) {
-        store(to + i * 4, codes);
+        store_as(to + i * 4, codes);
       } else if (bits_ == 16) {
-        store(to + i * 2, __builtin_convertvector(codes, Halves));
+        store_as(to + i * 2, __builtin_convertvector(codes, Halves));
       } else if (bits_ == 8) {
-        store(to + i, __builtin_convertvector(codes, Bytes));
+        store_as(to + i, __builtin_convertvector(codes, Bytes));
       } else {
         // Pairs of bytes (first, second) are words first | second << 8.
         using Words = std::uint16_t __attribute__((vector_size(kWide)));
         using Pairs = std::uint8_t __attribute__((vector_size(kWide / 2)));
         const auto pairs = std::bit_cast<Words>(__builtin_convertvector(codes, Bytes));
-        store(to + i / 2, __builtin_convertvector(pairs | pairs >> 4, Pairs));
+        store_as(to + i / 2, __builtin_convertvector(pairs | pairs >> 4, Pairs));
       }
     }
   }
 
   template <class Function>
   void each(Work& work, Function value) const {
-    for (int i = 0; i < dims_; i += kWide) store(work.values + i, value(load<Bits>(work.codes + i)));
+    for (int i = 0; i < dims_; i += kWide) store_as(work.values + i, value(load_as<WideBits>(work.codes + i)));
   }
 
   template <class Function>
   void again(Work& work, Function code) const {
-    for (int i = 0; i < dims_; i += kWide) store(work.codes + i, code(load<Floats>(work.values + i)));
+    for (int i = 0; i < dims_; i += kWide) store_as(work.codes + i, code(load_as<Wide>(work.values + i)));
   }
 
   Format format_;

@@ -1,93 +1,132 @@
-"""The body for CPUs, in C++ (csrc/attend_body.cpp): reads every tier as it lies, at the speed of memory."""
+"""The body for CPUs, in C++ (csrc/attend.cpp): reads every tier as it lies, at the speed of memory."""
+
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from turnkv.cache import LayerKV, native
 from turnkv.kernels import reference
 from turnkv.kernels.contract import Batch, LayerAttention, register
+from turnkv.kernels.rotation import Rotation
+from turnkv.types import Tier
 
-_ISA: list[str] = []
+_ISAS: list[str] = [] if native.KERNELS is None else list(native.KERNELS.isas())
+_chosen = len(_ISAS) - 1
 
 
 def isas() -> list[str]:
     """Instruction sets that the body was compiled for and that this machine has, the fastest last."""
-    return [] if native.KERNELS is None else list(native.KERNELS.isas())
+    return list(_ISAS)
 
 
 def use_isa(name: str | None) -> None:
     """Run on this instruction set from now on, or on the fastest again."""
-    assert name is None or name in isas(), name
-    _ISA[:] = [] if name is None else [name]
+    global _chosen  # noqa: PLW0603 (one choice for the process)
+    _chosen = len(_ISAS) - 1 if name is None else _ISAS.index(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What does not change from step to step in one layer."""
+
+    native_layer: object
+    value_dim: int
+    kept: tuple[object, ...]
+    """What the native layer points to, and what its key in `LayerKV.prepared` is the id of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What does not change from layer to layer in one step."""
+
+    native_batch: object
+    offsets: tuple[int, ...]
+    angles: dict[int, tuple[list[tuple[int, int, int]], tuple[object, ...]]]
+    """By the id of the rotation: (offset, cosines, sines) of all offsets, and what keeps them alive."""
 
 
 def attend(query: Tensor, kv: LayerKV, batch: Batch, layer: LayerAttention) -> Tensor:
     """Attention by the C++ kernels; see the contract. What they do not know, the reference computes."""
-    if query.dtype not in native.DTYPES or not all(
-        native.can_serve(kv.arenas[tier], layout) and layout.dtype == query.dtype for tier, layout in kv.layouts.items()
-    ):
+    num_rows, num_heads, _ = query.shape
+    key = ("cpu", num_heads, query.dtype, id(layer))
+    if key not in kv.prepared:
+        kv.prepared[key] = _prepare_layer(query, kv, layer)
+    prepared = kv.prepared[key]
+    if not isinstance(prepared, _Layer):
         return reference.attend(query, kv, batch, layer)
-    assert native.KERNELS is not None
-    if query.stride(-1) != 1:
-        query = query.contiguous()
-    tiers = {tier: index for index, tier in enumerate(kv.layouts)}
     if "cpu" not in batch.prepared:
-        batch.prepared["cpu"] = (
-            native.KERNELS.Batch(
-                [
-                    (
-                        sequence.first_query,
-                        sequence.num_queries,
-                        sequence.first_position,
-                        [(tiers[g.tier], g.offset, g.pages, g.masks, g.positions) for g in sequence.groups],
-                    )
-                    for sequence in batch.sequences
-                ]
-            ),
-            sorted({group.offset for sequence in batch.sequences for group in sequence.groups} - {0}),
-        )
-    prepared, offsets = batch.prepared["cpu"]
-    angles = [] if layer.rotation is None else [layer.rotation.angles(offset) for offset in offsets]
-    shape = next(iter(kv.layouts.values())).shape
-    out = query.new_empty(*query.shape[:2], shape.value_dim)
+        batch.prepared["cpu"] = _prepare_step(tuple(kv.layouts), batch)
+    step = batch.prepared["cpu"]
+    assert isinstance(step, _Step)
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    out = query.new_empty((num_rows, num_heads, prepared.value_dim))
+    assert native.KERNELS is not None
     native.KERNELS.attend(
-        _layer(query.shape[1], kv, layer),
-        prepared,
-        [
-            (offset, cos.data_ptr(), sin.data_ptr())
-            for offset, (cos, sin) in zip(offsets if angles else (), angles, strict=True)
-        ],
+        prepared.native_layer,
+        step.native_batch,
+        _angles(step, layer.rotation),
         query.data_ptr(),
         query.stride(0),
         query.stride(1),
         out.data_ptr(),
-        (isas().index(_ISA[0]) if _ISA else len(isas()) - 1),
+        _chosen,
     )
     return out
 
 
-def _layer(num_heads: int, kv: LayerKV, layer: LayerAttention) -> object:
-    """What does not change from call to call."""
-    key = (num_heads, id(layer))
-    if key not in kv.prepared:
-        assert native.KERNELS is not None
-        shape = next(iter(kv.layouts.values())).shape
-        dtype = next(iter(kv.layouts.values())).dtype
-        sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
-        rotation = layer.rotation
-        made = native.KERNELS.Layer(
-            [native.arena(kv.arenas[tier], layout) for tier, layout in kv.layouts.items()],
-            native.DTYPES[dtype],
-            (num_heads, shape.num_heads, shape.key_dim, shape.value_dim),
-            layer.scale,
-            layer.softcap or 0.0,
-            layer.window or 0,
-            0 if sinks is None else sinks.data_ptr(),
-            rotation is not None and rotation.layout == "interleaved",
-            0 if rotation is None else rotation.first_dim,
-            0 if rotation is None else len(rotation.inverse_frequencies),
+def _angles(step: _Step, rotation: Rotation | None) -> list[tuple[int, int, int]]:
+    if not step.offsets or rotation is None:
+        return []
+    if id(rotation) not in step.angles:
+        kept = [rotation.angles(offset) for offset in step.offsets]
+        addresses = [
+            (offset, cos.data_ptr(), sin.data_ptr()) for offset, (cos, sin) in zip(step.offsets, kept, strict=True)
+        ]
+        step.angles[id(rotation)] = (addresses, (rotation, kept))
+    return step.angles[id(rotation)][0]
+
+
+def _prepare_step(tiers: tuple[Tier, ...], batch: Batch) -> _Step:
+    assert native.KERNELS is not None
+    places = {tier: index for index, tier in enumerate(tiers)}
+    sequences = [
+        (
+            sequence.first_query,
+            sequence.num_queries,
+            sequence.first_position,
+            [(places[g.tier], g.offset, g.pages, g.masks, g.positions) for g in sequence.groups],
         )
-        kv.prepared[key] = (made, sinks, layer)
-    return kv.prepared[key][0]
+        for sequence in batch.sequences
+    ]
+    offsets = {group.offset for sequence in batch.sequences for group in sequence.groups} - {0}
+    return _Step(native.KERNELS.Batch(sequences), tuple(sorted(offsets)), {})
+
+
+def _prepare_layer(query: Tensor, kv: LayerKV, layer: LayerAttention) -> _Layer | None:
+    """None where the kernels do not know the layer's memory or the queries' dtype."""
+    if native.KERNELS is None or query.dtype not in native.DTYPES or query.device.type != "cpu":
+        return None
+    if not all(
+        native.can_serve(kv.arenas[tier], layout) and layout.dtype == query.dtype for tier, layout in kv.layouts.items()
+    ):
+        return None
+    shape = next(iter(kv.layouts.values())).shape
+    sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
+    rotation = layer.rotation
+    made = native.KERNELS.Layer(
+        [native.arena(kv.arenas[tier], layout) for tier, layout in kv.layouts.items()],
+        native.DTYPES[query.dtype],
+        (query.shape[1], shape.num_heads, shape.key_dim, shape.value_dim),
+        layer.scale,
+        layer.softcap or 0.0,
+        layer.window or 0,
+        0 if sinks is None else sinks.data_ptr(),
+        rotation is not None and rotation.layout == "interleaved",
+        0 if rotation is None else rotation.first_dim,
+        0 if rotation is None else len(rotation.inverse_frequencies),
+    )
+    return _Layer(made, shape.value_dim, (sinks, layer))
 
 
 if native.KERNELS is not None:
