@@ -9,6 +9,7 @@ so, and claims about parts that are still to come are marked *pending*.
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,6 @@ MODELS = (
 )
 
 
-def read(path: Path) -> Any:
-    return json.loads(path.read_text("utf-8")) if path.is_file() else None
-
-
 def sizes() -> str:
     shapes = [LayerShape(num_heads=8, key_dim=128, value_dim=128)]
     exact = TierPlan.of(EXACT, shapes, torch.bfloat16).page_bytes
@@ -59,9 +56,14 @@ def sizes() -> str:
     )
 
 
+def measured(say: Callable[[Any], str], path: Path, command: str) -> str:
+    """What `say` makes of a result file, or how to make the file."""
+    if path.is_file():
+        return say(json.loads(path.read_text("utf-8")))
+    return f"not measured yet: `{command} --json {path}`"
+
+
 def speed(kernels: Any) -> str:
-    if kernels is None:
-        return "not measured yet: `benchmarks/kernels.py --json benchmarks/results/kernels.json`"
     return "; ".join(
         f"{row['context']:,} tokens, batch {row['batch']}: int8 {row['int8']['faster_than_exact']:.2f}×, "
         f"int4 {row['int4']['faster_than_exact']:.2f}×"
@@ -70,16 +72,12 @@ def speed(kernels: Any) -> str:
 
 
 def switching(kernels: Any) -> str:
-    if kernels is None:
-        return "not measured yet: `benchmarks/kernels.py --json benchmarks/results/kernels.json`"
     found = kernels["scattered"]
     parts = ", ".join(f"{name} {found[name]:.3f}" for name in ("exact", "int8", "int4"))
     return f"time with pages at random, of that with pages in order, {found['context']:,} tokens: {parts}"
 
 
 def fidelity(precision: Any) -> str:
-    if precision is None:
-        return "not measured yet: `benchmarks/precision.py FILE --json benchmarks/results/precision.json`"
     return "; ".join(
         f"{name}: NLL of number and code tokens {each['fragile_nll_change']:+.2%} ({each['fragile_tokens']:,} tokens), "
         f"of all {each['nll_change']:+.2%}, KL {each['kl']:.5f}"
@@ -88,19 +86,24 @@ def fidelity(precision: Any) -> str:
 
 
 def rows(results: Path) -> list[tuple[str, str, str]]:
-    kernels, precision = read(results / "kernels.json"), read(results / "precision.json")
+    kernels, precision = results / "kernels.json", results / "precision.json"
+    by_kernels, by_precision = "benchmarks/kernels.py", "benchmarks/precision.py FILE"
     shares = ", ".join(f"{model.name} {model.kv_share:.0%}" for model in MODELS)
     pending = "*pending*"
     return [
         ("INT8 halves KV memory", f"bytes of bf16 with scales, D = 128: {sizes()}", "this command"),
-        ("INT8 speeds decode by 20–30%", f"attention alone, of exact: {speed(kernels)}", "`benchmarks/kernels.py`"),
+        (
+            "INT8 speeds decode by 20–30%",
+            f"attention alone, of exact: {measured(speed, kernels, by_kernels)}",
+            "`benchmarks/kernels.py`",
+        ),
         ("KV is 80% of memory at 128K tokens", f"one conversation, bf16: {shares}", "this command"),
         (
             "quantisation loses 5% on numbers and code, mixed precision 0.5%",
-            fidelity(precision),
+            measured(fidelity, precision, by_precision),
             "`benchmarks/precision.py`",
         ),
-        ("changing pages costs time", switching(kernels), "`benchmarks/kernels.py`"),
+        ("changing pages costs time", measured(switching, kernels, by_kernels), "`benchmarks/kernels.py`"),
         (
             "a window of 8 turns halves memory",
             "for all KV in 14 of 21 long sessions, for what a window can drop in 19",

@@ -138,6 +138,20 @@ def test_going_back_to_a_settled_turn_computes_it_again() -> None:
     assert engine.session(later.session_id).records[third - 1].segments[0].tiers[0] == EXACT
 
 
+def test_what_is_old_is_not_stored_finer_again_where_a_client_goes_back() -> None:
+    policy = policy_of(INT8, old=Old(after=2, store=INT4))
+    engine = tiny_engine(policy=policy)
+    messages = conversation(8, with_tools=False)
+    score_all(engine, messages)
+    third = requests_of(messages)[2]
+    other = [{"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Nothing."}]
+    back = engine.score([*messages[: third + 1], *other])
+    session = engine.session(back.session_id)
+    assert session.records[1].form == "old"
+    assert set(session.records[1].segments[0].tiers) == {INT4}
+    engine.check()
+
+
 def test_sessions_that_share_a_segment_share_what_it_settles_to() -> None:
     engine = tiny_engine(policy=policy_of(INT8))
     messages = conversation(3, with_tools=False)

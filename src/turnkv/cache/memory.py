@@ -17,11 +17,13 @@ class KVMemory:
     """Counts bytes exactly: of pages held, of tokens live, and of what the system may have committed."""
 
     def __init__(self, plans: Mapping[Tier, TierPlan], budget_bytes: int, storage: KVStorage) -> None:
+        """Account for storage that has `num_pages(plans, budget_bytes)` pages."""
         self.page_bytes = {tier: plan.page_bytes for tier, plan in plans.items()}
         self.budget = Budget(budget_bytes)
+        self.budget.relieve = self.give_back
         self.pools = {
-            tier: PagePool(budget_bytes // page_bytes, page_bytes, self.budget)
-            for tier, page_bytes in self.page_bytes.items()
+            tier: PagePool(count, self.page_bytes[tier], self.budget)
+            for tier, count in self.num_pages(plans, budget_bytes).items()
         }
         self.store = SegmentStore(self.pools)
         self.storage = storage
@@ -55,13 +57,8 @@ class KVMemory:
         """KV bytes of all tokens held."""
         return sum(pool.num_used_slots * self.token_bytes(tier) for tier, pool in self.pools.items())
 
-    def keep_within_budget(self) -> None:
-        """See to it that the system commits no more than the budget: called when pages were claimed, before a write."""
-        if self.budget.touched_bytes > self.budget.total_bytes:
-            self.give_back()
-
     def give_back(self) -> None:
-        """Return what free pages had committed to the system, so that no more is committed than is held."""
+        """Return what free pages had committed to the system."""
         for tier, pool in self.pools.items():
             self.storage.give_back(tier, pool.untouch())
 

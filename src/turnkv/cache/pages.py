@@ -1,6 +1,6 @@
 """Pages: the unit of allocation, and who still needs each."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from turnkv.config import PAGE_TOKENS
@@ -31,12 +31,21 @@ class Budget:
         self.held_bytes = 0
         """Of pages in use or claimed."""
         self.touched_bytes = 0
-        """Of pages that were ever claimed, less those given back to the system: at most this much is committed."""
+        """Of pages that were ever claimed, less those given back to the system: what is committed, but for the edges of
+        runs given back, which share a page of the system's own with a neighbour."""
+        self.relieve: Callable[[], None] = lambda: None
+        """Called when a claim has taken `touched_bytes` over the total, to give back what free pages had committed."""
 
     @property
     def free_bytes(self) -> int:
         """What pools may still claim."""
         return self.total_bytes - self.held_bytes
+
+    def touch(self, num_bytes: int) -> None:
+        """Count newly claimed pages as committed; by the time they are written, no more than the total is."""
+        self.touched_bytes += num_bytes
+        if self.touched_bytes > self.total_bytes:
+            self.relieve()
 
 
 class PagePool:
@@ -110,8 +119,9 @@ class PagePool:
         for start, length in chosen:
             self._cut_free(start, length)
             self._is_claimed[start : start + length] = b"\1" * length
-            self.budget.touched_bytes += self._is_touched.count(0, start, start + length) * self.page_bytes
+            num_new = self._is_touched.count(0, start, start + length)
             self._is_touched[start : start + length] = b"\1" * length
+            self.budget.touch(num_new * self.page_bytes)
         return [Extent(start * PAGE_TOKENS, (start + length) * PAGE_TOKENS) for start, length in chosen]
 
     def unclaim(self, page: int) -> None:

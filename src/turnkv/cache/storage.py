@@ -158,7 +158,10 @@ class KVStorage:
             _put(kv.arenas[target], new, target_slots, codes)
 
     def give_back(self, tier: Tier, extents: Sequence[Extent]) -> None:
-        """Return to the system what it committed for these slots, which must hold no token; they read as zero."""
+        """Return to the system what it committed for these slots, which must hold no token.
+
+        Only pages of the system's own that lie wholly inside an extent can go; the two at its edges stay.
+        """
         for arena in self._arenas[tier]:
             if arena.memory is None:
                 continue
@@ -212,8 +215,6 @@ def _arena(num_pages: int, layout: TileLayout, device: torch.device) -> _Arena:
             f"the system reserves no address space for the KV budget ({error.strerror}); lower the budget, or allow "
             "overcommit"
         ) from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
     return _Arena(torch.frombuffer(memory, dtype=torch.uint8).view(shape), memory)
 
 

@@ -220,7 +220,6 @@ class Engine:
             if not batch:
                 self.tidy()
                 return
-            self._memory.keep_within_budget()
             logits = self.runner.run(self._memory.storage, chunks)
             for request, rows in zip(batch, logits, strict=True):
                 self._receive(request, rows)

@@ -80,5 +80,6 @@ def _due(session: Session, precision: Precision) -> Iterator[Due]:
         places += [(message + 1, turn.index, later) for message in range(turn.start, turn.stop)]
     for index, turn_index, num_later in sorted(places, key=lambda place: place[0]):
         record, form = session.records[index], precision.form(num_later)
-        if record.segments and record.form != form and record.num_computed == record.num_held:
+        # What is old stays so where a client went back: nothing finer could be made of it.
+        if record.form not in (form, "old") and record.segments and record.num_computed == record.num_held:
             yield Due(index, turn_index, form)
