@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/claims.py [--results benchmarks/results] [--out docs/claims.md]
 
-Sizes are computed here. Speed and fidelity are read from `kernels.json` and `precision.json` in the results folder,
-which `benchmarks/kernels.py --json` and `benchmarks/precision.py --json` write; a claim whose file is missing says
-so, and claims about parts that are still to come are marked *pending*.
+Sizes are computed here. Speed and fidelity are read from the results folder, where the commands named beside them write with
+`--json` (`settled.json` is `precision.py --dry`'s); a claim whose file is missing says so, and claims about parts that
+are still to come are marked *pending*.
 """
 
 import argparse
@@ -85,9 +85,24 @@ def fidelity(precision: Any) -> str:
     )
 
 
+def settled(dry: Any) -> str:
+    return f"settled KV of {len(dry['sessions'])} sessions, of exact: " + ", ".join(
+        f"{name} {each['memory']:.2f} ({each['kept_exact']:.0%} of tokens exact)"
+        for name, each in dry["total"].items()
+    )
+
+
+def allocation(found: Any) -> str:
+    return f"{found['sessions']} sessions, memory needed for their tokens: " + "; ".join(
+        f"{row['at_once']} at once: contiguous {row['contiguous']['room']:.2f}×, paged {row['paged']['room']:.2f}×"
+        for row in found["rows"]
+    )
+
+
 def rows(results: Path) -> list[tuple[str, str, str]]:
     kernels, precision = results / "kernels.json", results / "precision.json"
     by_kernels, by_precision = "benchmarks/kernels.py", "benchmarks/precision.py FILE"
+    by_allocation = "benchmarks/allocation.py FILE"
     shares = ", ".join(f"{model.name} {model.kv_share:.0%}" for model in MODELS)
     pending = "*pending*"
     return [
@@ -103,13 +118,22 @@ def rows(results: Path) -> list[tuple[str, str, str]]:
             measured(fidelity, precision, by_precision),
             "`benchmarks/precision.py`",
         ),
+        (
+            "mixed precision saves memory where numbers, code and tool calls stay exact",
+            measured(settled, results / "settled.json", f"{by_precision} --dry"),
+            "`benchmarks/precision.py --dry`",
+        ),
         ("changing pages costs time", measured(switching, kernels, by_kernels), "`benchmarks/kernels.py`"),
         (
             "a window of 8 turns halves memory",
             "for all KV in 14 of 21 long sessions, for what a window can drop in 19",
             "`benchmarks/memory.py`, docs/policies.md",
         ),
-        ("contiguous allocation wastes memory by fragmentation", pending, ""),
+        (
+            "contiguous allocation wastes memory by fragmentation",
+            measured(allocation, results / "allocation.json", by_allocation),
+            "`benchmarks/allocation.py`",
+        ),
         ("mixing prefill with decode raises throughput", pending, ""),
         ("a summary of dropped turns keeps answers right", pending, ""),
         ("a memory pool recalls what was dropped", pending, ""),

@@ -1,15 +1,18 @@
 """What precision costs and saves on real sessions: every assistant message scored, exact and settled, side by side.
 
-    .venv/bin/python benchmarks/precision.py FILE.jsonl [--ids IDS.txt] [--policy int8 ...] [--limit N] [--json OUT]
+    .venv/bin/python benchmarks/precision.py FILE.jsonl [--ids IDS.txt] [--policy int8 ...] [--dry] [--json OUT]
 
 A policy is a tier, in which all closed turns are then stored (`int8`, `fp8`, `int4`, `int8/int4` for keys/values), or a
 preset or policy file, of which only `[precision]` counts here: no turn is dropped. For each it prints the KL divergence
 from the exact distribution over the next token, how often the likeliest token stays the same, the change of the
 negative log-likelihood (all tokens, and those that are numbers or code), and the KV of settled turns as a ratio to
-exact bf16, at the end of each session. Sessions that outrun the model's positions are left out, and named.
+exact bf16, at the end of each session. A session that outruns the model's positions counts up to there.
 
 The model computes in float32 here: in bf16 the rounding of its own activations answers any change at all, were it only
 another order of a sum, with a KL divergence of some 0.001, and what a tier does would be lost in that.
+
+`--dry` takes the account of KV alone, of all sessions, without the model's weights: nothing is computed, and positions
+have no end.
 """
 
 import argparse
@@ -23,9 +26,10 @@ import torch
 from torch import Tensor
 
 from turnkv.cache import TierPlan
+from turnkv.config import CacheConfig
 from turnkv.conversation.spans import Classifier
 from turnkv.engine import Engine, Session
-from turnkv.errors import TurnKVError
+from turnkv.errors import OutOfPositionsError, TurnKVError
 from turnkv.evaluate.sessions import RecordedSession, load_sessions, read_ids
 from turnkv.policy import FULL, Policy, Precision, load_policy, preset_names
 from turnkv.types import EXACT, SpanClass, Tier
@@ -61,16 +65,21 @@ class Tally:
         exact = sum(self.exact_nll[i] for i in chosen)
         return sum(self.nll[i] for i in chosen) / exact - 1 if exact else float("nan")
 
-    def summary(self) -> dict[str, float]:
+    def memory(self) -> dict[str, float]:
         return {
+            "settled_tokens": self.settled_tokens,
+            "memory": self.settled_bytes / self.settled_exact_bytes,
+            "kept_exact": self.kept_tokens / self.settled_tokens,
+        }
+
+    def summary(self) -> dict[str, float]:
+        return self.memory() | {
             "tokens": len(self.kl),
             "kl": statistics.fmean(self.kl),
             "same_top": statistics.fmean(self.is_same_top),
             "nll_change": self.nll_change(),
             "fragile_tokens": sum(self.is_fragile),
             "fragile_nll_change": self.nll_change(only_fragile=True),
-            "memory": self.settled_bytes / self.settled_exact_bytes,
-            "kept_exact": self.kept_tokens / self.settled_tokens,
         }
 
 
@@ -89,11 +98,14 @@ def compare(engines: dict[str, Engine], session: RecordedSession) -> Iterator[tu
     classifier = Classifier()
     for index in session.requests:
         rows: dict[str, Tensor] = {}
-        for name, engine in engines.items():
-            seen: list[Tensor] = []
-            score = engine.score(session.messages[: index + 1], session.tools, observe=seen.append)
-            held[name] = engine.session(score.session_id)
-            rows[name] = torch.log_softmax(torch.cat(seen).float(), dim=-1)
+        try:
+            for name, engine in engines.items():
+                seen: list[Tensor] = []
+                score = engine.score(session.messages[: index + 1], session.tools, observe=seen.append)
+                held[name] = engine.session(score.session_id)
+                rows[name] = torch.log_softmax(torch.cat(seen).float(), dim=-1)
+        except OutOfPositionsError:  # the exact engine comes first, so none of the others has gone further
+            break
         record = held[FULL.name].records[-1]
         body = torch.tensor(record.tokens[record.header_tokens :])
         spans = engines[FULL.name].renderer.spans(record.message, record.tokens, classifier)
@@ -106,9 +118,10 @@ def compare(engines: dict[str, Engine], session: RecordedSession) -> Iterator[tu
             tally.nll += (-other.gather(1, body[:, None])[:, 0]).tolist()
             tally.exact_nll += (-exact.gather(1, body[:, None])[:, 0]).tolist()
             tally.is_fragile += [each in FRAGILE for each in classes]
-    for name, tally in tallies.items():
+    for name, tally in tallies.items() if held else ():
         account(engines[name], held[name], tally)
-        yield name, tally
+        if tally.settled_tokens:
+            yield name, tally
 
 
 def account(engine: Engine, session: Session, tally: Tally) -> None:
@@ -130,13 +143,24 @@ def page_bytes(engine: Engine, tier: Tier) -> int:
     return TierPlan.of(tier, engine.runner.shapes, torch.bfloat16, exact_layers).page_bytes
 
 
+def settle_dry(engine: Engine, session: RecordedSession) -> Tally:
+    """The account of one session under one policy."""
+    tally = Tally()
+    for index in session.requests:
+        score = engine.score(session.messages[: index + 1], session.tools)
+    account(engine, engine.session(score.session_id), tally)
+    return tally
+
+
 def show(name: str, found: dict[str, float], where: str) -> None:
-    print(
-        f"{where:42} {name:10} KL {found['kl']:.5f}  same top {found['same_top']:.2%}  NLL {found['nll_change']:+.3%}  "
-        f"on {found['fragile_tokens']:,} number and code tokens {found['fragile_nll_change']:+.3%}  "
-        f"KV {found['memory']:.3f}  exact {found['kept_exact']:.1%}",
-        flush=True,
-    )
+    print(f"{where:42} {name:10} KV {found['memory']:.3f}  exact {found['kept_exact']:.1%}", end="", flush=True)
+    if "kl" in found:
+        print(
+            f"  KL {found['kl']:.5f}  same top {found['same_top']:.2%}  NLL {found['nll_change']:+.3%}, "
+            f"on {found['fragile_tokens']:,} number and code tokens {found['fragile_nll_change']:+.3%}",
+            end="",
+        )
+    print(flush=True)
 
 
 def main() -> None:
@@ -146,16 +170,24 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", default=["int8", "fp8", "int4", "int8/int4", "balanced", "lean"])
     parser.add_argument("--model")
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--dry", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    base = Engine.load(arguments.model, dtype="float32", progress=print)
+    cache = CacheConfig(budget_bytes=2**36) if arguments.dry else None
+    base = Engine.load(arguments.model, dtype="float32", cache=cache, is_dry=arguments.dry, progress=print)
+    if arguments.dry:
+        base.runner.max_positions = None
     engines = {FULL.name: base} | {name: base.with_policy(policy_of(name)) for name in arguments.policy}
     total = {name: Tally() for name in arguments.policy}
+    said = Tally.memory if arguments.dry else Tally.summary
     sessions = []
     ids = None if arguments.ids is None else read_ids(arguments.ids)
     for session in load_sessions(arguments.file, limit=arguments.limit, ids=ids):
         try:
-            found = dict(compare(engines, session))
+            if arguments.dry:
+                found = {name: settle_dry(engines[name], session) for name in arguments.policy}
+            else:
+                found = dict(compare(engines, session))
         except TurnKVError as error:
             print(f"{session.id:42} left out: {error}")
             continue
@@ -164,14 +196,14 @@ def main() -> None:
                 engine.clear()
         for name, tally in found.items():
             total[name].add(tally)
-            show(name, tally.summary(), session.id)
-        sessions.append({"id": session.id} | {name: tally.summary() for name, tally in found.items()})
+            show(name, said(tally), session.id)
+        sessions.append({"id": session.id} | {name: said(tally) for name, tally in found.items()})
     print()
     for name, tally in total.items():
-        show(name, tally.summary(), f"{len(sessions)} sessions")
+        show(name, said(tally), f"{len(sessions)} sessions")
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        summary = {name: tally.summary() for name, tally in total.items()}
+        summary = {name: said(tally) for name, tally in total.items()}
         arguments.json.write_text(json.dumps({"model": base.name, "total": summary, "sessions": sessions}, indent=1))
 
 
