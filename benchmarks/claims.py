@@ -87,8 +87,7 @@ def fidelity(precision: Any) -> str:
 
 def settled(dry: Any) -> str:
     return f"settled KV of {len(dry['sessions'])} sessions, of exact: " + ", ".join(
-        f"{name} {each['memory']:.2f} ({each['kept_exact']:.0%} of tokens exact)"
-        for name, each in dry["total"].items()
+        f"{name} {each['memory']:.2f} ({each['kept_exact']:.0%} of tokens exact)" for name, each in dry["total"].items()
     )
 
 
