@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/claims.py [--results benchmarks/results] [--out docs/claims.md]
 
-Sizes are computed here. Speed and fidelity are read from the results folder, where the commands named beside them write with
-`--json` (`settled.json` is `precision.py --dry`'s); a claim whose file is missing says so, and claims about parts that
-are still to come are marked *pending*.
+Sizes are computed here. Speed and fidelity are read from the results folder, where the commands named beside them
+write with `--json` (`settled.json` is `precision.py --dry`'s); a claim whose file is missing says so, and claims about
+parts that are still to come are marked *pending*.
 """
 
 import argparse
