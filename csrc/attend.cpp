@@ -4,12 +4,11 @@
 #include <array>
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
-#include <memory>
 #include <new>
 
 #include "attend_items.h"
+#include "memory.h"
 #include "numbers.h"
 
 namespace turnkv {
@@ -63,26 +62,6 @@ Plan plan_of(const Job& job) {
   }
   return plan;
 }
-
-// Memory that a thread keeps from call to call.
-class Memory {
- public:
-  std::uint8_t* of(std::size_t bytes) {
-    if (bytes > size_) {
-      memory_.reset(static_cast<std::uint8_t*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
-      if (!memory_) throw std::bad_alloc();
-      size_ = bytes;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(std::uint8_t* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<std::uint8_t, Free> memory_;
-  std::size_t size_ = 0;
-};
 
 // Lays out a thread's scratch from `memory` on, and says how many bytes it takes.
 std::size_t lay_out(const Job& job, int max_rows, std::uint8_t* memory, Scratch& scratch) {

@@ -25,25 +25,26 @@ bool has_amx() {
 #endif
 
 std::vector<Isa> found() {
-  std::vector<Isa> all = {{"portable", portable::attend, portable::write_head, portable::settle_head}};
+  std::vector<Isa> all = {{"portable", portable::attend, portable::write_head, portable::settle_head, portable::block, portable::product}};
 #if defined(TURNKV_HAS_AVX2)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    all.push_back({"avx2", avx2::attend, avx2::write_head, avx2::settle_head});
+    all.push_back({"avx2", avx2::attend, avx2::write_head, avx2::settle_head, avx2::block, avx2::product});
 #endif
 #if defined(TURNKV_HAS_AVX512)
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512) all.push_back({"avx512", avx512::attend, avx512::write_head, avx512::settle_head});
+  if (has_avx512) all.push_back({"avx512", avx512::attend, avx512::write_head, avx512::settle_head, avx512::block, avx512::product});
 #endif
   // Settling has no use for products of bf16 or int8: from here on its body stays the same.
 #if defined(TURNKV_HAS_AVX512BF16)
   const bool has_bf16 =
       has_avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-  if (has_bf16) all.push_back({"avx512bf16", avx512bf16::attend, avx512::write_head, avx512::settle_head});
+  if (has_bf16) all.push_back({"avx512bf16", avx512bf16::attend, avx512::write_head, avx512::settle_head, avx512bf16::block,
+                   avx512bf16::product});
 #endif
 #if defined(TURNKV_HAS_AMX)
-  if (has_bf16 && has_amx()) all.push_back({"amx", amx::attend, avx512::write_head, avx512::settle_head});
+  if (has_bf16 && has_amx()) all.push_back({"amx", amx::attend, avx512::write_head, avx512::settle_head, amx::block, amx::product});
 #endif
   return all;
 }

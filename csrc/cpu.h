@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attend.h"
+#include "block.h"
 #include "settle.h"
 
 namespace turnkv {
@@ -15,6 +16,8 @@ struct Isa {
   void (*attend)(const Attend&);
   void (*write_head)(const Write&, int head);
   void (*settle_head)(const Settle&, const SettleLayer&, int head);
+  void (*block)(const Block&, const BlockStep&, const Isa&);
+  void (*product)(const Product&);
 };
 
 // Those that run here, the plainest first and the fastest last. A caller names one by its index.

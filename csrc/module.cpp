@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "attend.h"
+#include "block.h"
 #include "cpu.h"
 #include "settle.h"
 
@@ -111,8 +112,8 @@ struct Layer {
 // (offset, cosines, sines)
 using AnglesOf = std::tuple<int, std::uintptr_t, std::uintptr_t>;
 
-void attend_step(Layer& layer, const Batch& batch, const std::vector<AnglesOf>& angles, std::uintptr_t query,
-            std::ptrdiff_t row, std::ptrdiff_t head, std::uintptr_t out, int isa) {
+// Tells a layer the sequences of a step.
+turnkv::Attend& attend_to(Layer& layer, const Batch& batch, const std::vector<AnglesOf>& angles) {
   turnkv::Attend& call = layer.call;
   const int num_tiers = static_cast<int>(call.arenas.size());
   for (const auto& sequence : batch.sequences)
@@ -122,6 +123,12 @@ void attend_step(Layer& layer, const Batch& batch, const std::vector<AnglesOf>& 
   call.angles.clear();
   for (const auto& [offset, cos, sin] : angles)
     call.angles.push_back({offset, pointer<const float>(cos), pointer<const float>(sin)});
+  return call;
+}
+
+void attend_step(Layer& layer, const Batch& batch, const std::vector<AnglesOf>& angles, std::uintptr_t query,
+                 std::ptrdiff_t row, std::ptrdiff_t head, std::uintptr_t out, int isa) {
+  turnkv::Attend& call = attend_to(layer, batch, angles);
   call.query = pointer<const void>(query);
   call.query_row = row;
   call.query_head = head;
@@ -140,9 +147,9 @@ const turnkv::Isa& isa_of(std::optional<std::size_t> index) {
   return index ? turnkv::isas().at(*index) : turnkv::isas().back();
 }
 
-void write_tokens(const ExactOf& arena, const VectorsOf& key, const VectorsOf& value, const Array<std::int32_t>& slots,
-                  std::optional<std::size_t> isa) {
-  turnkv::Write call;
+// Where new tokens go; not yet what they are.
+turnkv::Write write_to(const ExactOf& arena, const Array<std::int32_t>& slots) {
+  turnkv::Write call{};
   const auto [blocks, page_bytes, head_bytes, dtype_code, num_heads, key_dim, value_dim] = arena;
   check_dims(key_dim, value_dim);
   call.blocks = pointer<std::uint8_t>(blocks);
@@ -152,14 +159,20 @@ void write_tokens(const ExactOf& arena, const VectorsOf& key, const VectorsOf& v
   call.num_heads = num_heads;
   call.key_dim = key_dim;
   call.value_dim = value_dim;
+  call.slots = slots.data();
+  call.count = static_cast<int>(slots.size());
+  return call;
+}
+
+void write_tokens(const ExactOf& arena, const VectorsOf& key, const VectorsOf& value, const Array<std::int32_t>& slots,
+                  std::optional<std::size_t> isa) {
+  turnkv::Write call = write_to(arena, slots);
   call.key = pointer<const void>(std::get<0>(key));
   call.key_head = std::get<1>(key);
   call.key_token = std::get<2>(key);
   call.value = pointer<const void>(std::get<0>(value));
   call.value_head = std::get<1>(value);
   call.value_token = std::get<2>(value);
-  call.slots = slots.data();
-  call.count = static_cast<int>(slots.size());
   nb::gil_scoped_release release;
   turnkv::write(call, isa_of(isa));
 }
@@ -183,6 +196,73 @@ void settle_tokens(const std::vector<SettleOf>& layers, int dtype_code, const Ar
   turnkv::settle(call, isa_of(isa));
 }
 
+// (panels, format, outputs, inputs, scales, bias), addresses 0 where there are none
+using MatrixOf = std::tuple<std::uintptr_t, int, int, int, std::uintptr_t, std::uintptr_t>;
+// (weight, epsilon)
+using NormOf = std::tuple<std::uintptr_t, float>;
+
+turnkv::Matrix matrix(const MatrixOf& given) {
+  const auto [panels, format_code, outputs, inputs, scales, bias] = given;
+  if (format_code < 0 || format_code > static_cast<int>(turnkv::Weights::int8)) throw std::invalid_argument("no such weights");
+  if (outputs % turnkv::kPanel || inputs % turnkv::kDepth) throw std::invalid_argument("a matrix is rounded up to 16 by 32");
+  return {pointer<const void>(panels), static_cast<turnkv::Weights>(format_code), outputs, inputs,
+          pointer<const float>(scales), pointer<const float>(bias)};
+}
+
+turnkv::Norm norm(const NormOf& given) { return {pointer<const float>(std::get<0>(given)), std::get<1>(given)}; }
+
+// A decoder layer's constants.
+struct Block {
+  turnkv::Block call;
+
+  Block(int dtype_code, int hidden, std::tuple<int, int, int, int> shape, int num_pairs, int activation,
+        const std::vector<NormOf>& norms, const std::vector<MatrixOf>& matrices) {
+    if (norms.size() != 6 || matrices.size() != 4) throw std::invalid_argument("six norms and four matrices are wanted");
+    call.dtype = dtype(dtype_code);
+    call.hidden = hidden;
+    std::tie(call.num_heads, call.num_kv_heads, call.key_dim, call.value_dim) = shape;
+    check_dims(call.key_dim, call.value_dim);
+    if (num_pairs < 0 || 2 * num_pairs > call.key_dim) throw std::invalid_argument("more rotated dims than a head has");
+    call.num_pairs = num_pairs;
+    call.activation = static_cast<turnkv::Activation>(activation);
+    call.before_attention = norm(norms[0]);
+    call.after_attention = norm(norms[1]);
+    call.before_mlp = norm(norms[2]);
+    call.after_mlp = norm(norms[3]);
+    call.query = norm(norms[4]);
+    call.key = norm(norms[5]);
+    call.qkv = matrix(matrices[0]);
+    call.out = matrix(matrices[1]);
+    call.gate_up = matrix(matrices[2]);
+    call.down = matrix(matrices[3]);
+  }
+};
+
+// (cosines, sines, stride of rows)
+using RowAnglesOf = std::tuple<std::uintptr_t, std::uintptr_t, std::ptrdiff_t>;
+
+void block_step(const Block& block, Layer& layer, const Batch& batch, const std::vector<AnglesOf>& angles,
+                const ExactOf& arena, const Array<std::int32_t>& slots, std::uintptr_t rows,
+                const RowAnglesOf& row_angles, int isa) {
+  turnkv::BlockStep step{pointer<void>(rows), static_cast<int>(slots.size()), pointer<const void>(std::get<0>(row_angles)),
+                         pointer<const void>(std::get<1>(row_angles)), std::get<2>(row_angles), write_to(arena, slots),
+                         &attend_to(layer, batch, angles)};
+  nb::gil_scoped_release release;
+  const turnkv::Isa& chosen = turnkv::isas().at(static_cast<std::size_t>(isa));
+  chosen.block(block.call, step, chosen);
+}
+
+// (address, stride of rows, numbers of a row)
+using RowsOf = std::tuple<std::uintptr_t, std::ptrdiff_t, int>;
+
+void product_of(const MatrixOf& given, int dtype_code, const RowsOf& rows, int count, const RowsOf& out, int isa) {
+  const turnkv::Matrix by = matrix(given);
+  const turnkv::Product call{dtype(dtype_code), pointer<const void>(std::get<0>(rows)), std::get<1>(rows), count,
+                             std::get<2>(rows), &by, pointer<void>(std::get<0>(out)), std::get<1>(out), std::get<2>(out)};
+  nb::gil_scoped_release release;
+  turnkv::isas().at(static_cast<std::size_t>(isa)).product(call);
+}
+
 std::uint64_t read_memory(std::uintptr_t address, std::size_t count) {
   nb::gil_scoped_release release;
   return turnkv::read_through(pointer<const std::uint64_t>(address), count);
@@ -202,7 +282,12 @@ NB_MODULE(_kernels, module) {
   nb::class_<Layer>(module, "Layer")
       .def(nb::init<std::vector<ArenaOf>, int, std::tuple<int, int, int, int>, float, float, int, std::uintptr_t, bool,
                     int, int>());
+  nb::class_<Block>(module, "Block")
+      .def(nb::init<int, int, std::tuple<int, int, int, int>, int, int, const std::vector<NormOf>&,
+                    const std::vector<MatrixOf>&>());
   module.def("attend", &attend_step);
+  module.def("block", &block_step);
+  module.def("product", &product_of);
   module.def("write", &write_tokens, nb::arg("arena"), nb::arg("key"), nb::arg("value"), nb::arg("slots"),
              nb::arg("isa") = nb::none());
   module.def("settle", &settle_tokens, nb::arg("layers"), nb::arg("dtype"), nb::arg("source_slots"),

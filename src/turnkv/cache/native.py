@@ -58,3 +58,17 @@ def arena(blocks: Tensor, layout: TileLayout) -> Arena:
     """One tier of one layer as the kernels take it."""
     tier = layout.tier
     return blocks.data_ptr(), layout.page_bytes, layout.head_bytes, FORMATS[tier.keys], FORMATS[tier.values]
+
+
+def exact_arena(blocks: Tensor, layout: TileLayout) -> tuple[int, int, int, int, int, int, int]:
+    """The exact tier of one layer as writing takes it: address, bytes of a page and a head block, dtype, G, D, E."""
+    shape = layout.shape
+    return (
+        blocks.data_ptr(),
+        layout.page_bytes,
+        layout.head_bytes,
+        DTYPES[layout.dtype],
+        shape.num_heads,
+        shape.key_dim,
+        shape.value_dim,
+    )

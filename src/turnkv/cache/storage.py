@@ -102,17 +102,8 @@ class KVStorage:
         layout = kv.layouts[EXACT]
         if native.KERNELS is not None and native.can_serve(kv.arenas[EXACT], layout) and key.dtype == layout.dtype:
             key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (key, value))
-            shape = layout.shape
             native.KERNELS.write(
-                (
-                    kv.arenas[EXACT].data_ptr(),
-                    layout.page_bytes,
-                    layout.head_bytes,
-                    native.DTYPES[layout.dtype],
-                    shape.num_heads,
-                    shape.key_dim,
-                    shape.value_dim,
-                ),
+                native.exact_arena(kv.arenas[EXACT], layout),
                 (key.data_ptr(), key.stride(0), key.stride(1)),
                 (value.data_ptr(), value.stride(0), value.stride(1)),
                 slots,

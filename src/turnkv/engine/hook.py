@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from turnkv.kernels.blocks import Block
+
 ATTENTION_NAME = "turnkv"
 """Models are loaded with this `attn_implementation`. Nothing is registered for masks: transformers then builds none."""
 
@@ -17,6 +19,10 @@ class AttentionStep(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """T tokens, H and G heads, D and E dims. query [H, T, D], key [G, T, D], value [G, T, E] → [T, H, E]."""
+        ...
+
+    def run_block(self, layer: int, block: Block, rows: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        """A whole layer's step by the kernels, in place; see `Block.run` for the shapes."""
         ...
 
 
@@ -33,6 +39,11 @@ def step_in_progress(step: AttentionStep) -> Iterator[None]:
         _STEP.reset(token)
 
 
+def current_step() -> AttentionStep:
+    """What the forward pass that is in progress does at its layers."""
+    return _STEP.get()
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -41,7 +52,7 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    out = _STEP.get().attend(module.layer_idx, query[0], key[0], value[0], options)  # type: ignore[arg-type]
+    out = current_step().attend(module.layer_idx, query[0], key[0], value[0], options)  # type: ignore[arg-type]
     return out.unsqueeze(0), None
 
 

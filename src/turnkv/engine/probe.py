@@ -10,6 +10,7 @@ from turnkv.cache import LayerShape
 from turnkv.engine.hook import step_in_progress
 from turnkv.errors import UnsupportedModelError
 from turnkv.kernels import LayerAttention, Rotation
+from turnkv.kernels.blocks import Block
 from turnkv.kernels.rotation import Layout
 
 _POSITIONS = (3, 8)
@@ -37,6 +38,9 @@ class _Recorder:
         assert layer not in self.seen, "a layer attends once a forward pass"
         self.seen[layer] = (query[:, 0].clone(), key[:, 0].clone(), value[:, 0].clone(), options)
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
+
+    def run_block(self, layer: int, block: Block, rows: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        raise AssertionError("models are probed before anything in them is replaced")
 
 
 def probe_layers(model: Any, num_layers: int) -> tuple[ProbedLayer, ...]:

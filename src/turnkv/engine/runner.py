@@ -12,15 +12,21 @@ from transformers import AutoConfig
 
 from turnkv.cache import KVStorage, LayerShape, TierPlan, TileGroup
 from turnkv.cache.storage import Slots
+from turnkv.config import PAGE_TOKENS
+from turnkv.engine.fused import Fuser, Fusion
 from turnkv.engine.hook import ATTENTION_NAME, step_in_progress
 from turnkv.engine.probe import ProbedLayer, probe_layers
 from turnkv.engine.traits import refuse_unsupported
 from turnkv.errors import InvalidConfigError, UnsupportedModelError
 from turnkv.kernels import BODIES, AttentionBody, Batch, SequenceView, default_body
+from turnkv.kernels.blocks import Block
 from turnkv.models.loading import load_model, quiet_transformers
-from turnkv.types import Tier
+from turnkv.types import EXACT, Tier
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+WEIGHTS = ("own", "int8", "unfused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +50,12 @@ class ModelRunner:
     is_dry = False
     """Whether nothing is computed, so that times and likelihoods mean nothing."""
 
-    def __init__(self, model: Any, *, attention: str = "auto") -> None:
-        """Take a model loaded with `attn_implementation="turnkv"`, and probe it.
+    def __init__(self, model: Any, *, attention: str = "auto", weights: str = "own") -> None:
+        """Take a model loaded with `attn_implementation="turnkv"`, probe it, and put fused layers in place of its own.
+
+        `attention`: a body's name, or `auto`; only with the C++ body layers are fused, in the model itself.
+        `weights`: `own` as they are, `int8` rounded to 8 bits where layers are fused, or `unfused` for the model's own
+        code.
 
         Raises:
             UnsupportedModelError: the model cannot be served faithfully.
@@ -57,13 +67,17 @@ class ModelRunner:
         self.model = model
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.device: torch.device = model.get_input_embeddings().weight.device
+        self.num_tokens: int = model.get_input_embeddings().weight.shape[0]
         with torch.inference_mode():
             self.layers: tuple[ProbedLayer, ...] = probe_layers(model, config.num_hidden_layers)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.body: AttentionBody = _body(attention)
+        self.fusion = self._fuse(_weights(weights))
 
     @staticmethod
-    def load(folder: Path, *, dtype: str = "bfloat16", attention: str = "auto") -> tuple["ModelRunner", Any]:
+    def load(
+        folder: Path, *, dtype: str = "bfloat16", attention: str = "auto", weights: str = "own"
+    ) -> tuple["ModelRunner", Any]:
         """Read a model folder; gives the runner and the tokenizer.
 
         Raises:
@@ -73,6 +87,7 @@ class ModelRunner:
         if dtype not in DTYPES:
             raise InvalidConfigError("dtype", dtype, "is no number format", remedy=f"give one of {', '.join(DTYPES)}")
         _body(attention)
+        _weights(weights)
         if (folder / "config.json").is_file():
             with quiet_transformers():
                 try:
@@ -82,7 +97,7 @@ class ModelRunner:
             if config is not None:
                 refuse_unsupported(config.get_text_config())
         model, tokenizer = load_model(folder, DTYPES[dtype], attn_implementation=ATTENTION_NAME)
-        return ModelRunner(model, attention=attention), tokenizer
+        return ModelRunner(model, attention=attention, weights=weights), tokenizer
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
@@ -126,6 +141,24 @@ class ModelRunner:
         return list(out.logits[0].split(counts))
 
 
+    def _fuse(self, weights: str) -> Fusion:
+        """Replace layers by fused ones, each compared with its own on two sequences of random tokens."""
+        fuser = Fuser(self.model, self.layers, self.dtype, is_int8=weights == "int8")
+        if weights == "unfused" or self.body is not BODIES.get("cpu") or self.device.type != "cpu":
+            return fuser.fusion
+        storage = self.new_storage({EXACT: TierPlan.of(EXACT, self.shapes, self.dtype)}, {EXACT: 4})
+        numbers = torch.Generator().manual_seed(0)
+        chunks = []
+        for first_page, count in ((0, 37), (3, 5)):
+            tokens = torch.randint(self.num_tokens, (count,), generator=numbers).tolist()
+            slots = np.arange(first_page * PAGE_TOKENS, first_page * PAGE_TOKENS + count, dtype=np.int32)
+            group = TileGroup.of(EXACT, 0, slots, np.arange(3, 3 + count, dtype=np.int32))
+            chunks.append(Chunk(tokens, 3, (group,), slots, "none"))
+        with fuser:
+            self.run(storage, chunks)
+        return fuser.fusion
+
+
 class _Step:
     """One forward pass: writes each layer's new keys and values, then attends over everything visible."""
 
@@ -147,6 +180,16 @@ class _Step:
         self._storage.write(layer, self._slots, key, value)
         attention = self._layers[layer].attention
         return self._body(query.transpose(0, 1), self._storage.layers[layer], self._batch, attention)
+
+    def run_block(self, layer: int, block: Block, rows: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        attention = self._layers[layer].attention
+        block.run(rows, angles, self._storage.layers[layer], self._slots, self._batch, attention)
+
+
+def _weights(name: str) -> str:
+    if name not in WEIGHTS:
+        raise InvalidConfigError("weights", name, "is no form of weights", remedy=f"give one of {', '.join(WEIGHTS)}")
+    return name
 
 
 def _body(name: str) -> AttentionBody:

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from turnkv.cache import LayerKV, native
+from turnkv.cache.storage import Slots
 from turnkv.kernels import reference
 from turnkv.kernels.contract import Batch, LayerAttention, register
 from turnkv.kernels.rotation import Rotation
-from turnkv.types import Tier
+from turnkv.types import EXACT, Tier
 
 _ISAS: list[str] = [] if native.KERNELS is None else list(native.KERNELS.isas())
 _chosen = len(_ISAS) - 1
@@ -23,6 +25,11 @@ def use_isa(name: str | None) -> None:
     """Run on this instruction set from now on, or on the fastest again."""
     global _chosen  # noqa: PLW0603 (one choice for the process)
     _chosen = len(_ISAS) - 1 if name is None else _ISAS.index(name)
+
+
+def chosen_isa() -> int:
+    """Index of the instruction set in use."""
+    return _chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +55,10 @@ class _Step:
 def attend(query: Tensor, kv: LayerKV, batch: Batch, layer: LayerAttention) -> Tensor:
     """Attention by the C++ kernels; see the contract. What they do not know, the reference computes."""
     num_rows, num_heads, _ = query.shape
-    key = ("cpu", num_heads, query.dtype, id(layer))
-    if key not in kv.prepared:
-        kv.prepared[key] = _prepare_layer(query, kv, layer)
-    prepared = kv.prepared[key]
-    if not isinstance(prepared, _Layer):
+    prepared = _layer(num_heads, query.dtype, kv, layer) if query.device.type == "cpu" else None
+    if prepared is None:
         return reference.attend(query, kv, batch, layer)
-    if "cpu" not in batch.prepared:
-        batch.prepared["cpu"] = _prepare_step(tuple(kv.layouts), batch)
-    step = batch.prepared["cpu"]
-    assert isinstance(step, _Step)
+    step = _step(kv, batch)
     if query.stride(2) != 1:
         query = query.contiguous()
     out = query.new_empty((num_rows, num_heads, prepared.value_dim))
@@ -73,6 +74,47 @@ def attend(query: Tensor, kv: LayerKV, batch: Batch, layer: LayerAttention) -> T
         _chosen,
     )
     return out
+
+
+def run_block(
+    block: object, rows: Tensor, angles: tuple[Tensor, Tensor], kv: LayerKV, slots: Slots, batch: Batch,
+    layer: LayerAttention, num_heads: int,
+) -> None:
+    """One step through a native block, its attention included; see `Block` for the shapes. Changes the rows in place."""
+    prepared = _layer(num_heads, rows.dtype, kv, layer)
+    assert prepared is not None
+    assert rows.is_contiguous()
+    cos, sin = (each if each.stride(-1) == 1 else each.contiguous() for each in angles)
+    assert cos.stride(0) == sin.stride(0)
+    step = _step(kv, batch)
+    layout = kv.layouts[EXACT]
+    assert native.KERNELS is not None
+    native.KERNELS.block(
+        block,
+        prepared.native_layer,
+        step.native_batch,
+        _angles(step, layer.rotation),
+        native.exact_arena(kv.arenas[EXACT], layout),
+        slots,
+        rows.data_ptr(),
+        (cos.data_ptr(), sin.data_ptr(), cos.stride(0)),
+        _chosen,
+    )
+
+
+def _layer(num_heads: int, dtype: torch.dtype, kv: LayerKV, layer: LayerAttention) -> _Layer | None:
+    key = ("cpu", num_heads, dtype, id(layer))
+    if key not in kv.prepared:
+        kv.prepared[key] = _prepare_layer(num_heads, dtype, kv, layer)
+    prepared: _Layer | None = kv.prepared[key]
+    return prepared
+
+
+def _step(kv: LayerKV, batch: Batch) -> _Step:
+    if "cpu" not in batch.prepared:
+        batch.prepared["cpu"] = _prepare_step(tuple(kv.layouts), batch)
+    step: _Step = batch.prepared["cpu"]
+    return step
 
 
 def _angles(step: _Step, rotation: Rotation | None) -> list[tuple[int, int, int]]:
@@ -103,12 +145,12 @@ def _prepare_step(tiers: tuple[Tier, ...], batch: Batch) -> _Step:
     return _Step(native.KERNELS.Batch(sequences), tuple(sorted(offsets)), {})
 
 
-def _prepare_layer(query: Tensor, kv: LayerKV, layer: LayerAttention) -> _Layer | None:
+def _prepare_layer(num_heads: int, dtype: torch.dtype, kv: LayerKV, layer: LayerAttention) -> _Layer | None:
     """None where the kernels do not know the layer's memory or the queries' dtype."""
-    if native.KERNELS is None or query.dtype not in native.DTYPES or query.device.type != "cpu":
+    if native.KERNELS is None or dtype not in native.DTYPES:
         return None
     if not all(
-        native.can_serve(kv.arenas[tier], layout) and layout.dtype == query.dtype for tier, layout in kv.layouts.items()
+        native.can_serve(kv.arenas[tier], layout) and layout.dtype == dtype for tier, layout in kv.layouts.items()
     ):
         return None
     shape = next(iter(kv.layouts.values())).shape
@@ -116,8 +158,8 @@ def _prepare_layer(query: Tensor, kv: LayerKV, layer: LayerAttention) -> _Layer 
     rotation = layer.rotation
     made = native.KERNELS.Layer(
         [native.arena(kv.arenas[tier], layout) for tier, layout in kv.layouts.items()],
-        native.DTYPES[query.dtype],
-        (query.shape[1], shape.num_heads, shape.key_dim, shape.value_dim),
+        native.DTYPES[dtype],
+        (num_heads, shape.num_heads, shape.key_dim, shape.value_dim),
         layer.scale,
         layer.softcap or 0.0,
         layer.window or 0,
