@@ -58,8 +58,7 @@ void write_row(const float* from, int count, void* to, std::ptrdiff_t at, Dtype 
     return;
   }
   std::uint16_t* bits = static_cast<std::uint16_t*>(to) + at;
-  if (dtype == Dtype::bf16)
-    for (int i = 0; i < count; ++i) bits[i] = to_bf16(from[i]);
+  if (dtype == Dtype::bf16) to_pairs(from, count, bits);
   else
     for (int i = 0; i < count; ++i) bits[i] = to_f16(from[i]);
 }
@@ -76,16 +75,27 @@ void normalise(float* row, int dims, const Norm& norm) {
   for (int d = 0; d < dims; ++d) row[d] *= by * norm.weight[d];
 }
 
-// act(gate) * up, 16 of each.
+// 1 / x for x in [1, 2].
+inline Floats inverse(Floats x) {
+#if defined(__AVX512F__)
+  const Floats y = as<Floats>(_mm512_rcp14_ps(as<__m512>(x)));
+  return y * (2.0F - x * y);
+#else
+  return 1.0F / x;
+#endif
+}
+
+// act(gate) * up, 16 of each; roughly where the result is rounded to 16 bits.
+template <bool kIsRough>
 void gate(Activation activation, const float* gates, const float* ups, float* to) {
   for (int i = 0; i < kPanel; i += kWidth) {
     const Floats x = load<Floats>(gates + i);
     // Both are x times a sigmoid: gelu's tanh(u) is 2 sigmoid(2u) - 1.
     const Floats u = activation == Activation::silu ? x : x * (x * x * 0.044715F + 1.0F) * 1.5957691216F;
     const Floats size = as<Floats>(as<Words>(u) | 0x80000000U);  // -|u|
-    const Floats e = power_of_two<false>(size * kLog2e);
-    const Floats sigmoid = (u > splat(0.0F) ? splat(1.0F) : e) / (e + 1.0F);
-    store(to + i, x * sigmoid * load<Floats>(ups + i));
+    const Floats e = power_of_two<kIsRough>(size * kLog2e);
+    const Floats part = x * load<Floats>(ups + i) * inverse(e + 1.0F);
+    store(to + i, u > splat(0.0F) ? part : part * e);
   }
 }
 
@@ -141,9 +151,11 @@ class Run {
     if (!block_.gate_up.panels) return;
     enter(block_.before_mlp);
     // A pair of panels is a gate and its up.
+    gated_.set_odd(block_.gate_up.outputs / 2 != block_.down.inputs);
     product(block_.gate_up, input_, step_.count, [&](int row, int first, const float* gates, const float* ups) {
       alignas(64) float gated[kPanel];
-      gate(block_.activation, gates, ups, gated);
+      if (block_.dtype == Dtype::f32) gate<false>(block_.activation, gates, ups, gated);
+      else gate<true>(block_.activation, gates, ups, gated);
       gated_.put_part(row, first / 2, gated, block_.down.inputs);
     }, true);
     add(block_.down, block_.after_mlp, &gated_);

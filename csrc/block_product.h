@@ -6,10 +6,27 @@ constexpr bool kHasPairs = true;  // products of bf16 pairs
 constexpr bool kHasPairs = false;
 #endif
 
+#if defined(TURNKV_AMX)
+constexpr int kTiledRows = 16;  // whose pairs lie together, as matrix tiles take them: [K / 32][16 rows][32]
+#else
+constexpr int kTiledRows = 1;
+#endif
+
 constexpr int kBlockRows = 128;  // of a unit of work
+constexpr int kManyBlocks = 4;   // whose inputs stay in the second-level cache while panels go by
 constexpr int kAhead = 16384;    // bytes that are asked for in advance: the hardware alone asks for too little
 
 int rounded(int count, int to) { return (count + to - 1) / to * to; }
+
+// To bf16, to nearest even. NaN stays NaN.
+void to_pairs(const float* from, int count, std::uint16_t* to) {
+  int i = 0;
+#if defined(TURNKV_DOT)
+  for (; i + 16 <= count; i += 16)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), as<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i))));
+#endif
+  for (; i < count; ++i) to[i] = to_bf16(from[i]);
+}
 
 // Rows as products take them: bf16, or float32 where there are no products of bf16. Zero behind their end.
 class Inputs {
@@ -24,13 +41,15 @@ class Inputs {
 
   // A whole row of `dims` values, of which `stride` are kept.
   void put(int row, const float* from, int dims, int stride) const {
-    const std::size_t place = at(row, stride);
     if (has_pairs_) {
-      std::uint16_t* to = reinterpret_cast<std::uint16_t*>(memory_) + place;
-      for (int i = 0; i < dims; ++i) to[i] = to_bf16(from[i]);
-      std::fill(to + dims, to + stride, std::uint16_t{0});
+      for (int first = 0; first < stride; first += kDepth) {
+        const int count = std::clamp(dims - first, 0, kDepth);
+        std::uint16_t* to = pairs(row, first, stride);
+        to_pairs(from + first, count, to);
+        std::fill(to + count, to + kDepth, std::uint16_t{0});
+      }
     } else {
-      float* to = reinterpret_cast<float*>(memory_) + place;
+      float* to = floats(row, stride);
       std::copy(from, from + dims, to);
       std::fill(to + dims, to + stride, 0.0F);
     }
@@ -38,22 +57,27 @@ class Inputs {
 
   // 16 values of a row, from `first` on; behind the last panel the row is filled up.
   void put_part(int row, int first, const float* from, int stride) const {
-    const std::size_t place = at(row, stride) + static_cast<std::size_t>(first);
-    const bool is_last = first + 2 * kPanel > stride && first + kPanel < stride;
+    const bool is_last = first + 2 * kPanel == stride && first % kDepth == 0 && is_odd_;
     if (has_pairs_) {
-      std::uint16_t* to = reinterpret_cast<std::uint16_t*>(memory_) + place;
-      for (int i = 0; i < kPanel; ++i) to[i] = to_bf16(from[i]);
+      std::uint16_t* to = pairs(row, first, stride);
+      to_pairs(from, kPanel, to);
       if (is_last) std::fill(to + kPanel, to + 2 * kPanel, std::uint16_t{0});
     } else {
-      float* to = reinterpret_cast<float*>(memory_) + place;
+      float* to = floats(row, stride) + first;
       std::copy(from, from + kPanel, to);
       if (is_last) std::fill(to + kPanel, to + 2 * kPanel, 0.0F);
     }
   }
 
-  const float* floats(int row, int stride) const { return reinterpret_cast<const float*>(memory_) + at(row, stride); }
-  const std::uint16_t* pairs(int row, int stride) const {
-    return reinterpret_cast<const std::uint16_t*>(memory_) + at(row, stride);
+  // Whether parts fill only half of the last 32 values of a row.
+  void set_odd(bool is_odd) { is_odd_ = is_odd; }
+
+  float* floats(int row, int stride) const { return reinterpret_cast<float*>(memory_) + at(row, stride); }
+
+  std::uint16_t* pairs(int row, int first, int stride) const {
+    const int tiled = row / kTiledRows * kTiledRows;
+    return reinterpret_cast<std::uint16_t*>(memory_) + at(tiled, stride) +
+           at(first / kDepth * kTiledRows + row - tiled, kDepth) + first % kDepth;
   }
 
  private:
@@ -62,7 +86,7 @@ class Inputs {
   }
 
   std::uint8_t* memory_ = nullptr;
-  bool has_pairs_ = false;
+  bool has_pairs_ = false, is_odd_ = false;
 };
 
 std::size_t bytes_of(const Matrix& matrix) {  // of a panel
@@ -169,8 +193,8 @@ void configure_products() {
 // sums[2][32][16]: 32 rows with two panels, or with one.
 template <bool kHasTwo, bool kHasMany>
 void panel_matrices(const std::uint8_t* panel, std::size_t panel_bytes, int inputs, const std::uint16_t* rows,
-                    std::size_t stride, float* sums, std::size_t sums_panel) {
-  const std::size_t row = stride * 2;
+                    float* sums, std::size_t sums_panel) {
+  const std::uint16_t* others = rows + static_cast<std::size_t>(inputs) * kTiledRows;
   _tile_zero(0);
   if constexpr (kHasTwo) _tile_zero(1);
   if constexpr (kHasMany) _tile_zero(2);
@@ -182,7 +206,7 @@ void panel_matrices(const std::uint8_t* panel, std::size_t panel_bytes, int inpu
         ask_for(at + kAhead + line * 64);
         if constexpr (kHasTwo) ask_for(at + panel_bytes + kAhead + line * 64);
       }
-    _tile_loadd(4, rows + k, row);
+    _tile_loadd(4, rows + k * kTiledRows, 64);
     _tile_loadd(6, at, 64);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (kHasTwo) {
@@ -190,7 +214,7 @@ void panel_matrices(const std::uint8_t* panel, std::size_t panel_bytes, int inpu
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (kHasMany) {
-      _tile_loadd(5, rows + 16 * stride + k, row);
+      _tile_loadd(5, others + k * kTiledRows, 64);
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (kHasTwo) _tile_dpbf16ps(3, 5, 7);
     }
@@ -228,21 +252,18 @@ TURNKV_INLINE void in_rows(int row, int count, Some&& some) {
 
 #if defined(TURNKV_DOT)
 template <int P>
-void sum_pairs(const Unit& unit, const std::uint16_t* rows, int count) {
-  const auto stride = static_cast<std::size_t>(unit.inputs);
+void sum_pairs(const Unit& unit, const Inputs& inputs, int first, int count) {
 #if defined(TURNKV_AMX)
   for (int row = 0; row < count; row += 32) {
-    const std::uint16_t* from = rows + static_cast<std::size_t>(row) * stride;
+    const std::uint16_t* from = inputs.pairs(first + row, 0, unit.inputs);
     float* to = unit.sums + row * kPanel;
-    if (count - row > 16)
-      panel_matrices<P == 2, true>(unit.panel, unit.panel_bytes, unit.inputs, from, stride, to, kSumsPanel);
-    else
-      panel_matrices<P == 2, false>(unit.panel, unit.panel_bytes, unit.inputs, from, stride, to, kSumsPanel);
+    if (count - row > 16) panel_matrices<P == 2, true>(unit.panel, unit.panel_bytes, unit.inputs, from, to, kSumsPanel);
+    else panel_matrices<P == 2, false>(unit.panel, unit.panel_bytes, unit.inputs, from, to, kSumsPanel);
   }
 #else
   in_rows<8>(0, count, [&]<int R>(int row) {
-    panel_pairs<R, P>(unit.panel, unit.panel_bytes, unit.inputs, rows + static_cast<std::size_t>(row) * stride, stride,
-                      unit.sums + row * kPanel, kSumsPanel);
+    panel_pairs<R, P>(unit.panel, unit.panel_bytes, unit.inputs, inputs.pairs(first + row, 0, unit.inputs),
+                      static_cast<std::size_t>(unit.inputs), unit.sums + row * kPanel, kSumsPanel);
   });
 #endif
 }
@@ -274,10 +295,9 @@ void sum_floats(const Unit& unit, const float* rows, int count) {
 
 void sum(const Unit& unit, const Inputs& inputs, int first_row, int count) {
 #if defined(TURNKV_DOT)
-  if (inputs.has_pairs()) {
-    const std::uint16_t* rows = inputs.pairs(first_row, unit.inputs);
-    return unit.panels == 2 ? sum_pairs<2>(unit, rows, count) : sum_pairs<1>(unit, rows, count);
-  }
+  if (inputs.has_pairs())
+    return unit.panels == 2 ? sum_pairs<2>(unit, inputs, first_row, count)
+                            : sum_pairs<1>(unit, inputs, first_row, count);
 #endif
   const float* rows = inputs.floats(first_row, unit.inputs);
   return unit.panels == 2 ? sum_floats<2>(unit, rows, count) : sum_floats<1>(unit, rows, count);
@@ -308,7 +328,10 @@ void product(const Matrix& matrix, const Inputs& inputs, int count, Each&& each,
 #endif
 #pragma omp for schedule(dynamic, several)
     for (int u = 0; u < units; ++u) {
-      const int pair = u / blocks, first = u % blocks * kBlockRows;
+      // Several blocks of rows go through all panels before the next do.
+      const int group = u / (pairs * kManyBlocks), within = u - group * pairs * kManyBlocks;
+      const int in_group = std::min(kManyBlocks, blocks - group * kManyBlocks);
+      const int pair = within / in_group, first = (group * kManyBlocks + within % in_group) * kBlockRows;
       const int rows = std::min(kBlockRows, count - first);
       Unit unit{static_cast<const std::uint8_t*>(matrix.panels) + static_cast<std::size_t>(2 * pair) * panel_bytes,
                 panel_bytes, std::min(2, panels - 2 * pair), matrix.inputs, Codes::f32, sums};
