@@ -13,3 +13,6 @@ ROTATE = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch
 
 LOGITS = 1e-4
 """A tiny model's logits (spread about 1.2) in float32, against Hugging Face's or the masked oracle's."""
+
+PRODUCT = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 4e-3}
+"""A product of unit inputs with weights whose rows have about unit length."""

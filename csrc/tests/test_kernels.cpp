@@ -10,6 +10,7 @@
 #include <new>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../cpu.h"
@@ -41,6 +42,7 @@ class Buffer {
     std::memset(bytes_.get(), fill, size);
   }
   std::uint8_t* data() const { return bytes_.get(); }
+  std::size_t size() const { return size_; }
   bool operator==(const Buffer& other) const {
     return size_ == other.size_ && !std::memcmp(data(), other.data(), size_);
   }
@@ -344,6 +346,102 @@ void test_attend_agrees_with_the_portable_body(const Isa& isa) {
     }
 }
 
+// Weights in panels, as src/turnkv/kernels/matrices.py packs them, and exactly as large as they say.
+struct Weighed {
+  Matrix matrix;
+  Buffer panels, scales, bias;
+
+  Weighed(Weights format, int outputs, int inputs)
+      : matrix{}, panels(size_of(format, outputs, inputs)), scales(static_cast<std::size_t>(outputs) * 4), bias(static_cast<std::size_t>(outputs) * 4) {
+    const auto count = static_cast<std::size_t>(outputs * inputs);
+    std::normal_distribution<float> normal(0, 1 / std::sqrt(static_cast<float>(inputs)));
+    for (std::size_t i = 0; i < count; ++i) {
+      if (format == Weights::int8) panels.data()[i] = static_cast<std::uint8_t>(random_bits() % 255 - 127);
+      else set(panels, static_cast<Dtype>(format), i, normal(random_bits));
+    }
+    for (std::size_t i = 0; i < static_cast<std::size_t>(outputs); ++i) {
+      set(scales, Dtype::f32, i, 0.01F / std::sqrt(static_cast<float>(inputs)));
+      set(bias, Dtype::f32, i, normal(random_bits));
+    }
+    matrix = {panels.data(), format, outputs, inputs, nullptr, reinterpret_cast<const float*>(bias.data())};
+    if (format == Weights::int8) matrix.scales = reinterpret_cast<const float*>(scales.data());
+  }
+
+  static std::size_t size_of(Weights format, int outputs, int inputs) {
+    const std::size_t size = format == Weights::f32 ? 4 : format == Weights::int8 ? 1 : 2;
+    return static_cast<std::size_t>(outputs * inputs) * size;
+  }
+};
+
+void test_product_agrees_with_the_portable_body(const Isa& isa) {
+  for (const Dtype dtype : kDtypes)
+    for (const Weights format : {static_cast<Weights>(dtype), Weights::int8})
+      for (const auto& [outputs, inputs, filled] : {std::tuple{16, 32, 1}, {48, 64, 50}, {160, 96, 96}}) {
+        const Weighed weights(format, outputs, inputs);
+        for (const int count : {1, 2, 9, 17, 150}) {
+          const auto wanted_outputs = outputs - 3;
+          const Buffer rows = numbers(static_cast<std::size_t>(count * filled), dtype, false);
+          const auto size = static_cast<std::size_t>(count * wanted_outputs);
+          const Buffer wanted(size * bytes_of(dtype)), found(size * bytes_of(dtype));
+          Product call{dtype, rows.data(), filled, count, filled, &weights.matrix, wanted.data(), wanted_outputs,
+                       wanted_outputs};
+          isas().front().product(call);
+          call.out = found.data();
+          isa.product(call);
+          const float most = dtype == Dtype::f32 ? 2e-5F : dtype == Dtype::bf16 ? 8e-2F : 1e-2F;
+          for (std::size_t i = 0; i < size; ++i)
+            check(std::fabs(get(found, dtype, i) - get(wanted, dtype, i)) <= most, "product agrees with portable", isa.name);
+        }
+      }
+}
+
+void test_block_agrees_with_the_portable_body(const Isa& isa) {
+  constexpr int kHidden = 40, kHeads = 6, kGated = 80;
+  const Shape shape{2, 40, 7, 5};
+  const auto up = [](int count, int to) { return (count + to - 1) / to * to; };
+  const int wide = up(kHeads * shape.key_dim + shape.num_heads * (shape.key_dim + shape.value_dim), 16);
+  for (const Dtype dtype : kDtypes) {
+    const Step step(shape, dtype, kHeads);
+    const Weights format = static_cast<Weights>(dtype);
+    const Weighed qkv(format, wide, 64), out(format, 48, 64), gate_up(format, 2 * kGated, 64), down(format, 48, 96);
+    const Buffer weight = numbers(64, Dtype::f32, false);
+    const Norm norm{reinterpret_cast<const float*>(weight.data()), 1e-5F};
+    const Block block{dtype, kHidden, kHeads, shape.num_heads, shape.key_dim, shape.value_dim, shape.key_dim / 4,
+                      Activation::gelu_tanh, norm, norm, norm, norm, norm, norm, qkv.matrix, out.matrix, gate_up.matrix,
+                      down.matrix};
+    const auto count = static_cast<std::size_t>(step.num_rows);
+    const Buffer rows = numbers(count * kHidden, dtype, false);
+    const Buffer angles = numbers(count * static_cast<std::size_t>(block.num_pairs), dtype, false);
+    std::vector<std::int32_t> slots;
+    for (int row = 0; row < step.num_rows; ++row) slots.push_back(row % (shape.num_pages * kTile));
+    slots.shrink_to_fit();
+    const auto run = [&](const Isa& on) {
+      // The block writes into the exact arena: each run has its own.
+      Attend attend = step.call(step.query, true);
+      Buffer arena = arena_of(kExact, dtype, shape), changed(count * kHidden * bytes_of(dtype));
+      std::memcpy(arena.data(), step.arenas[0].data(), arena.size());
+      attend.arenas[0].blocks = arena.data();
+      std::memcpy(changed.data(), rows.data(), count * kHidden * bytes_of(dtype));
+      Write write{};
+      write.blocks = arena.data();
+      write.page_bytes = attend.arenas[0].page_bytes;
+      write.head_bytes = attend.arenas[0].head_bytes;
+      write.dtype = dtype;
+      write.num_heads = shape.num_heads;
+      write.key_dim = shape.key_dim;
+      write.value_dim = shape.value_dim;
+      write.slots = slots.data();
+      write.count = step.num_rows;
+      on.block(block, {changed.data(), step.num_rows, angles.data(), angles.data(), block.num_pairs, write, &attend}, on);
+      return changed;
+    };
+    const Buffer wanted = run(isas().front()), found = run(isa);
+    const float most = dtype == Dtype::f32 ? 2e-4F : dtype == Dtype::bf16 ? 2e-1F : 3e-2F;
+    for (std::size_t i = 0; i < count * kHidden; ++i)
+      check(std::fabs(get(found, dtype, i) - get(wanted, dtype, i)) <= most, "block agrees with portable", isa.name);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -352,6 +450,8 @@ int main() {
     test_write_puts_tokens_where_the_layout_says_and_nothing_else(isa);
     test_settle_gives_the_bytes_of_the_portable_body(isa);
     test_attend_agrees_with_the_portable_body(isa);
+    test_product_agrees_with_the_portable_body(isa);
+    test_block_agrees_with_the_portable_body(isa);
   }
   std::printf("%d checks passed on", num_checks);
   for (const Isa& isa : isas()) std::printf(" %s", isa.name.c_str());

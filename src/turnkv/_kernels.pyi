@@ -24,6 +24,33 @@ class Layer:
         num_pairs: int,
     ) -> None: ...
 
+_Matrix = tuple[int, int, int, int, int, int]
+_Rows = tuple[int, int, int]
+
+class Block:
+    def __init__(
+        self,
+        dtype: int,
+        hidden: int,
+        shape: tuple[int, int, int, int],
+        num_pairs: int,
+        activation: int,
+        norms: list[tuple[int, float]],
+        matrices: list[_Matrix],
+    ) -> None: ...
+
+def block(
+    block: Block,
+    layer: Layer,
+    batch: Batch,
+    angles: list[tuple[int, int, int]],
+    arena: tuple[int, int, int, int, int, int, int],
+    slots: NDArray[np.int32],
+    rows: int,
+    row_angles: tuple[int, int, int],
+    isa: int,
+) -> None: ...
+def product(matrix: _Matrix, dtype: int, rows: _Rows, count: int, out: _Rows, isa: int) -> None: ...
 def attend(
     layer: Layer,
     batch: Batch,

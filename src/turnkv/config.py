@@ -35,6 +35,9 @@ class EngineConfig:
     attention: str = "auto"
     """Body of the attention kernel: a registered name, or `auto` for the fastest that is right for the layer."""
 
+    weights: str = "exact"
+    """`exact` as they are, or `int8`: rounded to 8 bits, with a scale for each output, where layers are fused."""
+
     def __post_init__(self) -> None:
         for field in ("max_step_tokens", "max_new_tokens"):
             if getattr(self, field) < 1:

@@ -17,6 +17,8 @@ from turnkv.cli.options import (
     ModelOption,
     PolicyOption,
     ThreadsOption,
+    Weights,
+    WeightsOption,
 )
 from turnkv.errors import TurnKVError
 
@@ -85,11 +87,12 @@ def demo(  # noqa: PLR0913, PLR0917 - one parameter an option
     dtype: DtypeOption = Dtype.BFLOAT16,
     budget: BudgetOption = "2GiB",
     threads: ThreadsOption = None,
+    weights: WeightsOption = Weights.EXACT,
 ) -> None:
     """Replay a recorded agent session under `full` and under a policy, and show what the policy saves and costs."""
     from turnkv.cli.demo import run_demo  # noqa: PLC0415 (it imports torch)
 
-    options = EngineOptions(model=model, policy=policy, dtype=dtype, budget=budget, threads=threads)
+    options = EngineOptions(model=model, policy=policy, dtype=dtype, weights=weights, budget=budget, threads=threads)
     run_demo(options, out=out, session_id=session, is_quick=quick)
 
 
@@ -103,11 +106,12 @@ def chat(  # noqa: PLR0913, PLR0917 - one parameter an option
     dtype: DtypeOption = Dtype.BFLOAT16,
     budget: BudgetOption = "2GiB",
     threads: ThreadsOption = None,
+    weights: WeightsOption = Weights.EXACT,
 ) -> None:
     """Talk with a model and watch the cache turn by turn; `/help` inside lists the commands."""
     from turnkv.cli.chat import run_chat  # noqa: PLC0415 (it imports torch)
 
-    options = EngineOptions(model=model, policy=policy, dtype=dtype, budget=budget, threads=threads)
+    options = EngineOptions(model=model, policy=policy, dtype=dtype, weights=weights, budget=budget, threads=threads)
     run_chat(options, system=system, max_new_tokens=max_new_tokens, temperature=temperature)
 
 
@@ -138,6 +142,7 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter an option
     dtype: DtypeOption = Dtype.BFLOAT16,
     budget: BudgetOption = "2GiB",
     threads: ThreadsOption = None,
+    weights: WeightsOption = Weights.EXACT,
 ) -> None:
     """Run recorded sessions request by request and measure memory, time and likelihood.
 
@@ -145,7 +150,9 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter an option
     """
     from turnkv.cli.replay import Outputs, run_replay  # noqa: PLC0415 (it imports torch)
 
-    options = EngineOptions(model=model, policy=policy, dtype=dtype, budget=budget, threads=threads, is_dry=dry_run)
+    options = EngineOptions(
+        model=model, policy=policy, dtype=dtype, weights=weights, budget=budget, threads=threads, is_dry=dry_run
+    )
     outputs = Outputs(json=json, journal=journal, report=report)
     is_whole = run_replay(
         options, file, limit=limit, ids=ids, mode=mode, max_new_tokens=max_new_tokens, outputs=outputs

@@ -18,6 +18,13 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
+class Weights(StrEnum):
+    """What becomes of the model's weights."""
+
+    EXACT = "exact"
+    INT8 = "int8"
+
+
 class Mode(StrEnum):
     """What a replay does with the recorded replies."""
 
@@ -44,6 +51,10 @@ PolicyOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of weights and exact KV.", rich_help_panel=_PANEL)]
+WeightsOption = Annotated[
+    Weights,
+    typer.Option("--weights", help="int8 halves what a token reads of them, at a small loss.", rich_help_panel=_PANEL),
+]
 BudgetOption = Annotated[
     str,
     typer.Option(
@@ -70,6 +81,7 @@ class EngineOptions:
     model: str | None
     policy: str
     dtype: Dtype
+    weights: Weights = Weights.EXACT
     budget: str
     threads: int | None
     is_dry: bool = False
@@ -86,7 +98,7 @@ class EngineOptions:
 
         import torch  # noqa: PLC0415 (takes seconds)
 
-        from turnkv.config import CacheConfig  # noqa: PLC0415 (likewise)
+        from turnkv.config import CacheConfig, EngineConfig  # noqa: PLC0415 (likewise)
         from turnkv.engine import Engine  # noqa: PLC0415 (likewise)
 
         if self.threads is not None:
@@ -94,4 +106,12 @@ class EngineOptions:
         cache = CacheConfig(budget_bytes=budget_bytes)
         if not self.is_dry:
             say(f"loading {self.model or 'SmolLM2-135M-Instruct'} in {self.dtype}")
-        return Engine.load(self.model, policy=policy, dtype=self.dtype, cache=cache, is_dry=self.is_dry, progress=say)
+        return Engine.load(
+            self.model,
+            policy=policy,
+            dtype=self.dtype,
+            cache=cache,
+            config=EngineConfig(weights=self.weights),
+            is_dry=self.is_dry,
+            progress=say,
+        )

@@ -38,7 +38,9 @@ class DryRunner(ModelRunner):
         self.max_positions = getattr(text, "max_position_embeddings", None)
 
     @staticmethod
-    def load(folder: Path, *, dtype: str = "bfloat16", attention: str = "auto") -> tuple["DryRunner", Any]:
+    def load(
+        folder: Path, *, dtype: str = "bfloat16", attention: str = "auto", weights: str = "exact"
+    ) -> tuple["DryRunner", Any]:
         """Read a model folder's configuration and tokenizer.
 
         Raises:

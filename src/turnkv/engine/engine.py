@@ -91,7 +91,7 @@ class Engine:
         folder = resolve_model(model, progress=progress)
         config = config or EngineConfig()
         kind = DryRunner if is_dry else ModelRunner
-        runner, tokenizer = kind.load(folder.path, dtype=dtype, attention=config.attention)
+        runner, tokenizer = kind.load(folder.path, dtype=dtype, attention=config.attention, weights=config.weights)
         return Engine(runner, tokenizer, name=folder.name, policy=policy, cache=cache, config=config)
 
     def with_policy(self, policy: Policy) -> "Engine":

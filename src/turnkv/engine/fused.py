@@ -19,7 +19,7 @@ from turnkv.kernels.blocks import Block, can_serve
 from turnkv.kernels.matrices import Matrix, can_multiply
 
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Relative error of what a layer adds to its input. Twice what rounding makes; leaving a part out makes 0.1 and more."""
+"""Relative error of what a layer adds to its input: twice what rounding makes. A part left out makes 0.1 and more."""
 
 
 @dataclass(slots=True)
@@ -50,20 +50,21 @@ class FusedLayer(nn.Module):
         self.index = index
         self.block = block
         self.norm = None if has_mlp else mlp_norm(layer)
-        self.mlp = None if has_mlp else layer.mlp
+        self.mlp: Any = None if has_mlp else layer.mlp
         self.after = None if has_mlp else getattr(layer, "post_feedforward_layernorm", None)
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> Tensor:
         """hidden_states [1, T, C] → the same, changed."""
         rows = hidden_states[0]
         cos, sin = (rows, rows) if self.block.num_pairs == 0 else (each[0] for each in position_embeddings)
-        current_step().run_block(self.index, self.block, rows, (cos, sin))
+        self.block.run(rows, (cos, sin), current_step().layer_step(self.index))
         if self.norm is None or self.mlp is None:
             return hidden_states
         added = self.mlp(self.norm(hidden_states))
         if isinstance(added, tuple):  # mixtures of experts give their router's scores too
             added = added[0]
-        return hidden_states + (added if self.after is None else self.after(added))
+        out: Tensor = hidden_states + (added if self.after is None else self.after(added))
+        return out
 
 
 class _Trial(nn.Module):

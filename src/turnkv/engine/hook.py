@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from turnkv.kernels.blocks import Block
+from turnkv.kernels import LayerStep
 
 ATTENTION_NAME = "turnkv"
 """Models are loaded with this `attn_implementation`. Nothing is registered for masks: transformers then builds none."""
@@ -21,8 +21,8 @@ class AttentionStep(Protocol):
         """T tokens, H and G heads, D and E dims. query [H, T, D], key [G, T, D], value [G, T, E] → [T, H, E]."""
         ...
 
-    def run_block(self, layer: int, block: Block, rows: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        """A whole layer's step by the kernels, in place; see `Block.run` for the shapes."""
+    def layer_step(self, layer: int) -> LayerStep:
+        """What a fused layer, which calls its attention itself, needs to know."""
         ...
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from turnkv.cache import LayerShape
 from turnkv.engine.hook import step_in_progress
 from turnkv.errors import UnsupportedModelError
-from turnkv.kernels import LayerAttention, Rotation
-from turnkv.kernels.blocks import Block
+from turnkv.kernels import LayerAttention, LayerStep, Rotation
 from turnkv.kernels.rotation import Layout
 
 _POSITIONS = (3, 8)
@@ -39,7 +38,7 @@ class _Recorder:
         self.seen[layer] = (query[:, 0].clone(), key[:, 0].clone(), value[:, 0].clone(), options)
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
 
-    def run_block(self, layer: int, block: Block, rows: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+    def layer_step(self, layer: int) -> LayerStep:
         raise AssertionError("models are probed before anything in them is replaced")
 
 

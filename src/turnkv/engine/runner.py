@@ -18,15 +18,14 @@ from turnkv.engine.hook import ATTENTION_NAME, step_in_progress
 from turnkv.engine.probe import ProbedLayer, probe_layers
 from turnkv.engine.traits import refuse_unsupported
 from turnkv.errors import InvalidConfigError, UnsupportedModelError
-from turnkv.kernels import BODIES, AttentionBody, Batch, SequenceView, default_body
-from turnkv.kernels.blocks import Block
+from turnkv.kernels import BODIES, AttentionBody, Batch, LayerStep, SequenceView, default_body
 from turnkv.models.loading import load_model, quiet_transformers
 from turnkv.types import EXACT, Tier
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-WEIGHTS = ("own", "int8", "unfused")
+WEIGHTS = ("exact", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +49,16 @@ class ModelRunner:
     is_dry = False
     """Whether nothing is computed, so that times and likelihoods mean nothing."""
 
-    def __init__(self, model: Any, *, attention: str = "auto", weights: str = "own") -> None:
+    def __init__(self, model: Any, *, attention: str = "auto", weights: str = "exact", is_fused: bool = True) -> None:
         """Take a model loaded with `attn_implementation="turnkv"`, probe it, and put fused layers in place of its own.
 
         `attention`: a body's name, or `auto`; only with the C++ body layers are fused, in the model itself.
-        `weights`: `own` as they are, `int8` rounded to 8 bits where layers are fused, or `unfused` for the model's own
-        code.
+        `weights`: `exact` as they are, or `int8`, rounded to 8 bits in what is fused.
+        `is_fused`: False leaves the model its own layers.
 
         Raises:
             UnsupportedModelError: the model cannot be served faithfully.
+            InvalidConfigError: int8 weights are wanted where no layer can be fused.
         """
         config = model.config.get_text_config()
         refuse_unsupported(config)
@@ -72,11 +72,15 @@ class ModelRunner:
             self.layers: tuple[ProbedLayer, ...] = probe_layers(model, config.num_hidden_layers)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.body: AttentionBody = _body(attention)
-        self.fusion = self._fuse(_weights(weights))
+        self.fusion = self._fuse(is_int8=_is_int8(weights)) if is_fused else Fusion(num_layers=len(self.layers))
+        if weights == "int8" and not self.fusion.num_fused:
+            raise InvalidConfigError(
+                "weights", weights, "needs layers that the C++ kernels take, and there are none", remedy="give exact"
+            )
 
     @staticmethod
     def load(
-        folder: Path, *, dtype: str = "bfloat16", attention: str = "auto", weights: str = "own"
+        folder: Path, *, dtype: str = "bfloat16", attention: str = "auto", weights: str = "exact"
     ) -> tuple["ModelRunner", Any]:
         """Read a model folder; gives the runner and the tokenizer.
 
@@ -87,7 +91,7 @@ class ModelRunner:
         if dtype not in DTYPES:
             raise InvalidConfigError("dtype", dtype, "is no number format", remedy=f"give one of {', '.join(DTYPES)}")
         _body(attention)
-        _weights(weights)
+        _is_int8(weights)
         if (folder / "config.json").is_file():
             with quiet_transformers():
                 try:
@@ -140,11 +144,10 @@ class ModelRunner:
             )
         return list(out.logits[0].split(counts))
 
-
-    def _fuse(self, weights: str) -> Fusion:
+    def _fuse(self, *, is_int8: bool) -> Fusion:
         """Replace layers by fused ones, each compared with its own on two sequences of random tokens."""
-        fuser = Fuser(self.model, self.layers, self.dtype, is_int8=weights == "int8")
-        if weights == "unfused" or self.body is not BODIES.get("cpu") or self.device.type != "cpu":
+        fuser = Fuser(self.model, self.layers, self.dtype, is_int8=is_int8)
+        if self.body is not BODIES.get("cpu") or self.device.type != "cpu":
             return fuser.fusion
         storage = self.new_storage({EXACT: TierPlan.of(EXACT, self.shapes, self.dtype)}, {EXACT: 4})
         numbers = torch.Generator().manual_seed(0)
@@ -181,15 +184,14 @@ class _Step:
         attention = self._layers[layer].attention
         return self._body(query.transpose(0, 1), self._storage.layers[layer], self._batch, attention)
 
-    def run_block(self, layer: int, block: Block, rows: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        attention = self._layers[layer].attention
-        block.run(rows, angles, self._storage.layers[layer], self._slots, self._batch, attention)
+    def layer_step(self, layer: int) -> LayerStep:
+        return LayerStep(self._storage.layers[layer], self._slots, self._batch, self._layers[layer].attention)
 
 
-def _weights(name: str) -> str:
-    if name not in WEIGHTS:
-        raise InvalidConfigError("weights", name, "is no form of weights", remedy=f"give one of {', '.join(WEIGHTS)}")
-    return name
+def _is_int8(weights: str) -> bool:
+    if weights not in WEIGHTS:
+        raise InvalidConfigError("weights", weights, "is no form of weights", remedy=f"give {' or '.join(WEIGHTS)}")
+    return weights == "int8"
 
 
 def _body(name: str) -> AttentionBody:

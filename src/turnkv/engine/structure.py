@@ -71,8 +71,8 @@ def _projections(attention: nn.Module, probed: ProbedLayer) -> tuple[Linear, Lin
             return None
         sizes = [shape.num_heads * shape.key_dim, shape.num_heads * shape.value_dim]
         sizes.insert(0, whole.weight.shape[0] - sum(sizes))
-        weights = whole.weight.split(sizes)
-        biases = (None, None, None) if whole.bias is None else whole.bias.split(sizes)
+        weights = torch.split(whole.weight, sizes)
+        biases = (None, None, None) if whole.bias is None else torch.split(whole.bias, sizes)
         query, key, value = (Linear(weight, bias) for weight, bias in zip(weights, biases, strict=True))
     if query is None or key is None or value is None:
         return None

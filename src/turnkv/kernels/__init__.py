@@ -1,7 +1,16 @@
 """Kernels compute attention over a view, one contract with exchangeable bodies; they never allocate or decide."""
 
 from turnkv.kernels import cpu, reference
-from turnkv.kernels.contract import BODIES, AttentionBody, Batch, LayerAttention, SequenceView, default_body, register
+from turnkv.kernels.contract import (
+    BODIES,
+    AttentionBody,
+    Batch,
+    LayerAttention,
+    LayerStep,
+    SequenceView,
+    default_body,
+    register,
+)
 from turnkv.kernels.rotation import Rotation
 
 __all__ = [
@@ -9,6 +18,7 @@ __all__ = [
     "AttentionBody",
     "Batch",
     "LayerAttention",
+    "LayerStep",
     "Rotation",
     "SequenceView",
     "cpu",

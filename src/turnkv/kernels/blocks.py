@@ -6,10 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from turnkv.cache import LayerKV, LayerShape, native
-from turnkv.cache.storage import Slots
+from turnkv.cache import LayerShape, native
 from turnkv.kernels import cpu
-from turnkv.kernels.contract import Batch, LayerAttention
+from turnkv.kernels.contract import LayerStep
 from turnkv.kernels.matrices import NO_MATRIX, Matrix, can_multiply, stacked
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -47,7 +46,7 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """What a decoder layer computes: x += after(out(attention(before(x)))), then x += the MLP, if it is of this kind."""
+    """A decoder layer: x += after(out(attention(before(x)))), then x += mlp(x), where that is of this kind."""
 
     num_heads: int
     shape: LayerShape
@@ -110,27 +109,17 @@ class Block:
         """Bytes of weights that a step reads."""
         return sum(matrix.num_bytes for matrix in self._kept[0] if matrix is not None)
 
-    def run(  # noqa: PLR0913 (a layer's whole step)
-        self,
-        rows: Tensor,
-        angles: tuple[Tensor, Tensor],
-        kv: LayerKV,
-        slots: Slots,
-        batch: Batch,
-        attention: LayerAttention,
-    ) -> None:
-        """Compute a step in place.
+    def run(self, rows: Tensor, angles: tuple[Tensor, Tensor], step: LayerStep) -> None:
+        """Compute a step in place; its keys and values are written before its attention reads them.
 
         rows: [T, C], the residual stream. angles: cosines and sines of the tokens' positions, [T, at least num_pairs]
-        each, in the same dtype. slots: where the tokens' keys and values are written, before attention reads them.
+        each, in the same dtype.
         """
-        cpu.run_block(self._native, rows, angles, kv, slots, batch, attention, self.num_heads)
+        cpu.run_block(self._native, self.num_heads, rows, angles, step)
 
 
 def can_serve(shape: LayerShape, dtype: torch.dtype) -> bool:
     """Whether the kernels take layers of this shape and dtype."""
     return (
-        can_multiply(dtype)
-        and max(shape.key_dim, shape.value_dim) <= 512
-        and shape.key_dim * dtype.itemsize % 4 == 0
+        can_multiply(dtype) and max(shape.key_dim, shape.value_dim) <= 512 and shape.key_dim * dtype.itemsize % 4 == 0
     )

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from turnkv.cache import LayerKV, TileGroup, native
+from turnkv.cache.storage import Slots
 from turnkv.kernels.rotation import Rotation
 
 
@@ -48,6 +49,17 @@ class Batch:
     sequences: tuple[SequenceView, ...]
     prepared: dict[str, Any] = field(default_factory=dict, repr=False)
     """What a body derived from the sequences once for all layers, by the body's name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStep:
+    """All that one layer's attention needs in a step but for queries, keys and values."""
+
+    kv: LayerKV
+    slots: Slots
+    """Where the new tokens' keys and values go."""
+    batch: Batch
+    attention: LayerAttention
 
 
 class AttentionBody(Protocol):

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from turnkv.cache import LayerKV, native
-from turnkv.cache.storage import Slots
 from turnkv.kernels import reference
-from turnkv.kernels.contract import Batch, LayerAttention, register
+from turnkv.kernels.contract import Batch, LayerAttention, LayerStep, register
 from turnkv.kernels.rotation import Rotation
 from turnkv.types import EXACT, Tier
 
@@ -76,26 +75,23 @@ def attend(query: Tensor, kv: LayerKV, batch: Batch, layer: LayerAttention) -> T
     return out
 
 
-def run_block(
-    block: object, rows: Tensor, angles: tuple[Tensor, Tensor], kv: LayerKV, slots: Slots, batch: Batch,
-    layer: LayerAttention, num_heads: int,
-) -> None:
-    """One step through a native block, its attention included; see `Block` for the shapes. Changes the rows in place."""
-    prepared = _layer(num_heads, rows.dtype, kv, layer)
-    assert prepared is not None
+def run_block(block: object, num_heads: int, rows: Tensor, angles: tuple[Tensor, Tensor], step: LayerStep) -> None:
+    """One step through a native block, its attention included, in place; see `Block.run` for the shapes."""
+    kv = step.kv
+    layer = _layer(num_heads, rows.dtype, kv, step.attention)
+    assert layer is not None
     assert rows.is_contiguous()
     cos, sin = (each if each.stride(-1) == 1 else each.contiguous() for each in angles)
     assert cos.stride(0) == sin.stride(0)
-    step = _step(kv, batch)
-    layout = kv.layouts[EXACT]
+    batch = _step(kv, step.batch)
     assert native.KERNELS is not None
     native.KERNELS.block(
         block,
-        prepared.native_layer,
-        step.native_batch,
-        _angles(step, layer.rotation),
-        native.exact_arena(kv.arenas[EXACT], layout),
-        slots,
+        layer.native_layer,
+        batch.native_batch,
+        _angles(batch, step.attention.rotation),
+        native.exact_arena(kv.arenas[EXACT], kv.layouts[EXACT]),
+        step.slots,
         rows.data_ptr(),
         (cos.data_ptr(), sin.data_ptr(), cos.stride(0)),
         _chosen,

@@ -58,7 +58,8 @@ class Matrix:
     def pack_in_turns(first: Tensor, second: Tensor, *, is_int8: bool = False) -> "Matrix":
         """Two matrices [N, K] as one, in turns of 16 outputs: of the first, of the second, and so on."""
         rows = -first.shape[0] % PANEL
-        halves = [torch.nn.functional.pad(part, (0, 0, 0, rows)).unflatten(0, (-1, PANEL)) for part in (first, second)]
+        padded = (torch.nn.functional.pad(part, (0, 0, 0, rows)) for part in (first, second))
+        halves = [part.view(-1, PANEL, part.shape[1]) for part in padded]
         return Matrix.pack(torch.stack(halves, dim=1).flatten(0, 2), is_int8=is_int8)
 
     @property
