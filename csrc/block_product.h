@@ -190,27 +190,39 @@ void configure_products() {
   _tile_loadconfig(&shape);
 }
 
+// 16 pairs of inputs, from codes of 8 bits if they are such; `room` holds a tile.
+template <bool kIsInt8>
+TURNKV_INLINE const std::uint8_t* weights_tile(const std::uint8_t* panel, int k, std::uint8_t* room) {
+  if constexpr (!kIsInt8) return panel + k * kPanel * 2;
+  expand(panel + k * kPanel, kDepth, true, room);
+  return room;
+}
+
 // sums[2][32][16]: 32 rows with two panels, or with one.
-template <bool kHasTwo, bool kHasMany>
+template <bool kHasTwo, bool kHasMany, bool kIsInt8>
 void panel_matrices(const std::uint8_t* panel, std::size_t panel_bytes, int inputs, const std::uint16_t* rows,
                     float* sums, std::size_t sums_panel) {
   const std::uint16_t* others = rows + static_cast<std::size_t>(inputs) * kTiledRows;
+  alignas(64) std::uint8_t rooms[4][kIsInt8 ? 1024 : 1];  // two steps', so that none waits for the one before
   _tile_zero(0);
   if constexpr (kHasTwo) _tile_zero(1);
   if constexpr (kHasMany) _tile_zero(2);
   if constexpr (kHasTwo && kHasMany) _tile_zero(3);
   for (int k = 0; k < inputs; k += kDepth) {
-    const std::uint8_t* at = panel + k * kPanel * 2;
-    if constexpr (!kHasMany)
+    if constexpr (!kHasMany && !kIsInt8)
       for (int line = 0; line < 16; ++line) {
-        ask_for(at + kAhead + line * 64);
-        if constexpr (kHasTwo) ask_for(at + panel_bytes + kAhead + line * 64);
+        const std::uint8_t* at = panel + k * kPanel * 2 + kAhead + line * 64;
+        ask_for(at);
+        if constexpr (kHasTwo) ask_for(at + panel_bytes);
       }
+    const int turn = k / kDepth % 2;
+    const std::uint8_t* first = weights_tile<kIsInt8>(panel, k, rooms[turn]);
     _tile_loadd(4, rows + k * kTiledRows, 64);
-    _tile_loadd(6, at, 64);
+    _tile_loadd(6, first, 64);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (kHasTwo) {
-      _tile_loadd(7, at + panel_bytes, 64);
+      const std::uint8_t* second = weights_tile<kIsInt8>(panel + panel_bytes, k, rooms[2 + turn]);
+      _tile_loadd(7, second, 64);
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (kHasMany) {
@@ -257,8 +269,14 @@ void sum_pairs(const Unit& unit, const Inputs& inputs, int first, int count) {
   for (int row = 0; row < count; row += 32) {
     const std::uint16_t* from = inputs.pairs(first + row, 0, unit.inputs);
     float* to = unit.sums + row * kPanel;
-    if (count - row > 16) panel_matrices<P == 2, true>(unit.panel, unit.panel_bytes, unit.inputs, from, to, kSumsPanel);
-    else panel_matrices<P == 2, false>(unit.panel, unit.panel_bytes, unit.inputs, from, to, kSumsPanel);
+    const auto some = [&]<bool kHasMany>() {
+      if (unit.codes == Codes::int8)
+        panel_matrices<P == 2, kHasMany, true>(unit.panel, unit.panel_bytes, unit.inputs, from, to, kSumsPanel);
+      else
+        panel_matrices<P == 2, kHasMany, false>(unit.panel, unit.panel_bytes, unit.inputs, from, to, kSumsPanel);
+    };
+    if (count - row > 16) some.template operator()<true>();
+    else some.template operator()<false>();
   }
 #else
   in_rows<8>(0, count, [&]<int R>(int row) {
@@ -314,6 +332,7 @@ void product(const Matrix& matrix, const Inputs& inputs, int count, Each&& each,
   const bool is_int8 = matrix.format == Weights::int8;
   const std::size_t expanded_bytes =
       static_cast<std::size_t>(matrix.inputs) * kPanel * (inputs.has_pairs() ? 2 : 4);
+  const bool is_in_tiles = kTiledRows > 1 && inputs.has_pairs();
   const bool is_small = static_cast<std::size_t>(panels) * panel_bytes < (std::size_t{1} << 14);
 #pragma omp parallel if (units > 1 && !is_small)
   {
@@ -335,7 +354,9 @@ void product(const Matrix& matrix, const Inputs& inputs, int count, Each&& each,
       const int rows = std::min(kBlockRows, count - first);
       Unit unit{static_cast<const std::uint8_t*>(matrix.panels) + static_cast<std::size_t>(2 * pair) * panel_bytes,
                 panel_bytes, std::min(2, panels - 2 * pair), matrix.inputs, Codes::f32, sums};
-      if (is_int8) {
+      if (is_int8 && is_in_tiles && count <= 32) {
+        unit.codes = Codes::int8;  // expanded tile by tile
+      } else if (is_int8) {
         if (pair != expanded_pair)
           for (int p = 0; p < unit.panels; ++p)
             expand(unit.panel + static_cast<std::size_t>(p) * panel_bytes, matrix.inputs, inputs.has_pairs(),

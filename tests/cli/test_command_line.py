@@ -30,7 +30,7 @@ def test_help_and_policies_import_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["demo", "chat", "replay", "policies"])
+@pytest.mark.parametrize("command", ["demo", "chat", "replay", "doctor", "policies"])
 def test_every_command_explains_itself(turnkv: Turnkv, command: str) -> None:
     assert command in turnkv("--help").stdout
 

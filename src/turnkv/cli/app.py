@@ -162,6 +162,20 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 
 @app.command()
+def doctor(
+    model: ModelOption = None,
+    dtype: DtypeOption = Dtype.BFLOAT16,
+    threads: ThreadsOption = None,
+    weights: WeightsOption = Weights.EXACT,
+) -> None:
+    """Say what this machine and installation can do, and where the time to the first token goes."""
+    from turnkv.cli.doctor import run_doctor  # noqa: PLC0415 (it times the imports itself)
+
+    options = EngineOptions(model=model, policy="full", dtype=dtype, weights=weights, budget="64MiB", threads=threads)
+    run_doctor(options)
+
+
+@app.command()
 def policies() -> None:
     """List the policies that ship with turnkv. `--policy` also takes a TOML file."""
     from turnkv.policy import load_policy, preset_names  # noqa: PLC0415 (the other commands import it with torch)

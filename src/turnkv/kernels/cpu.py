@@ -1,5 +1,7 @@
 """The body for CPUs, in C++ (csrc/attend.cpp): reads every tier as it lies, at the speed of memory."""
 
+import statistics
+import time
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,19 @@ def use_isa(name: str | None) -> None:
     """Run on this instruction set from now on, or on the fastest again."""
     global _chosen  # noqa: PLW0603 (one choice for the process)
     _chosen = len(_ISAS) - 1 if name is None else _ISAS.index(name)
+
+
+def read_bandwidth(num_bytes: int, repeats: int = 5) -> float | None:
+    """Bytes a second at which all threads together read memory, the median of several tries; None without kernels."""
+    if native.KERNELS is None:
+        return None
+    words = torch.zeros(num_bytes // 8, dtype=torch.int64)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        native.KERNELS.read(words.data_ptr(), words.numel())
+        times.append(time.perf_counter() - started)
+    return words.nbytes / statistics.median(times)
 
 
 def chosen_isa() -> int:
