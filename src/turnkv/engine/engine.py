@@ -94,9 +94,9 @@ class Engine:
         runner, tokenizer = kind.load(folder.path, dtype=dtype, attention=config.attention, weights=config.weights)
         return Engine(runner, tokenizer, name=folder.name, policy=policy, cache=cache, config=config)
 
-    def with_policy(self, policy: Policy) -> "Engine":
-        """Another engine with the same weights and an empty cache of its own."""
-        cache = CacheConfig(budget_bytes=self._memory.budget.total_bytes)
+    def with_policy(self, policy: Policy, *, cache: CacheConfig | None = None) -> "Engine":
+        """Another engine with the same weights and an empty cache of its own, as large unless `cache` is given."""
+        cache = cache or CacheConfig(budget_bytes=self._memory.budget.total_bytes)
         return Engine(self.runner, self._tokenizer, name=self.name, policy=policy, cache=cache, config=self.config)
 
     # -- requests ------------------------------------------------------------------------------------------------
