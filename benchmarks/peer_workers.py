@@ -57,7 +57,10 @@ def start_peers(model: Path) -> list[Worker]:
     if not gguf.exists():
         subprocess.run([sys.executable, HERE / "gguf_weights.py", model, gguf], check=True)
     workers = []
-    for name, script, weights in (("llama-cpp", "llama_cpp.py", gguf), ("vllm", "vllm_cpu.py", model)):
+    peers = [("vllm", "vllm_cpu.py", model), ("llama-cpp", "llama_cpp.py", gguf)]
+    packed = [gguf for gguf in ENVIRONMENTS.glob("*.Q4*.gguf") if model.name.startswith(gguf.name.partition(".")[0])]
+    peers += [("llama-cpp", "llama_cpp.py", gguf) for gguf in packed]
+    for name, script, weights in peers:
         python = ENVIRONMENTS / name / "bin" / "python"
         if not python.exists():
             raise SystemExit(f"{name} is not installed; call make peers")

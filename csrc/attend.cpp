@@ -92,9 +92,15 @@ std::size_t lay_out(const Job& job, int max_rows, std::uint8_t* memory, Scratch&
   return at;
 }
 
-void write(void* to, std::ptrdiff_t at, Dtype dtype, float value) {
-  if (dtype == Dtype::f32) static_cast<float*>(to)[at] = value;
-  else static_cast<std::uint16_t*>(to)[at] = dtype == Dtype::bf16 ? to_bf16(value) : to_f16(value);
+void write(const float* from, std::size_t count, void* to, std::ptrdiff_t at, Dtype dtype) {
+  auto* floats = static_cast<float*>(to) + at;
+  auto* halves = static_cast<std::uint16_t*>(to) + at;
+  if (dtype == Dtype::f32)
+    for (std::size_t i = 0; i < count; ++i) floats[i] = from[i];
+  else if (dtype == Dtype::bf16)
+    for (std::size_t i = 0; i < count; ++i) halves[i] = to_bf16(from[i]);
+  else
+    for (std::size_t i = 0; i < count; ++i) halves[i] = to_f16(from[i]);
 }
 
 // All parts of an item's rows, in order, as one softmax.
@@ -123,14 +129,14 @@ void merge(const Job& job, const Item& item, const float* partials) {
     for (int p = 0; p < item.num_parts && !is_blind; ++p) {
       const float* from = part(p);
       if (from[0] == kNone) continue;
-      const float factor = std::exp2(from[0] - most);
+      const float factor = from[0] == most ? 1.0F : std::exp2(from[0] - most);
       weight += factor * from[1];
       for (std::size_t e = 0; e < dims; ++e) sum[e] += factor * from[2 + e];
     }
     const std::ptrdiff_t row = sequence.first_query + item.first_query + r / job.group_heads;
     const std::ptrdiff_t to = (row * call.num_heads + head) * call.value_dim;
-    for (std::size_t e = 0; e < dims; ++e)
-      write(call.out, to + static_cast<std::ptrdiff_t>(e), call.dtype, is_blind ? 0.0F : sum[e] / weight);
+    for (std::size_t e = 0; e < dims && !is_blind; ++e) sum[e] /= weight;
+    write(sum.data(), dims, call.out, to, call.dtype);
   }
 }
 

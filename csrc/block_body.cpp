@@ -34,13 +34,7 @@ namespace {
 constexpr float kLog2e = 1.44269504F;
 constexpr int kFewNumbers = 1 << 15;  // of all rows: below, waking threads takes longer than the work
 
-float number(const void* from, std::ptrdiff_t at, Dtype dtype) {
-  if (dtype == Dtype::f32) return static_cast<const float*>(from)[at];
-  const std::uint16_t bits = static_cast<const std::uint16_t*>(from)[at];
-  return dtype == Dtype::bf16 ? from_bf16(bits) : from_f16(bits);
-}
-
-void read_row(const void* from, std::ptrdiff_t at, Dtype dtype, int count, float* to) {
+TURNKV_INLINE void read_row(const void* from, std::ptrdiff_t at, Dtype dtype, int count, float* to) {
   if (dtype == Dtype::f32) {
     std::memcpy(to, static_cast<const float*>(from) + at, static_cast<std::size_t>(count) * 4);
     return;
@@ -52,7 +46,7 @@ void read_row(const void* from, std::ptrdiff_t at, Dtype dtype, int count, float
     for (int i = 0; i < count; ++i) to[i] = from_f16(bits[i]);
 }
 
-void write_row(const float* from, int count, void* to, std::ptrdiff_t at, Dtype dtype) {
+TURNKV_INLINE void write_row(const float* from, int count, void* to, std::ptrdiff_t at, Dtype dtype) {
   if (dtype == Dtype::f32) {
     std::memcpy(static_cast<float*>(to) + at, from, static_cast<std::size_t>(count) * 4);
     return;
@@ -61,6 +55,27 @@ void write_row(const float* from, int count, void* to, std::ptrdiff_t at, Dtype 
   if (dtype == Dtype::bf16) to_pairs(from, count, bits);
   else
     for (int i = 0; i < count; ++i) bits[i] = to_f16(from[i]);
+}
+
+TURNKV_INLINE void copy_panels(const float* first, const float* next, float* to) {
+  std::memcpy(to, first, kPanel * sizeof(float));
+  if (next) std::memcpy(to + kPanel, next, kPanel * sizeof(float));
+}
+
+// Calls f(count) for what is left of two panels; where both are whole the count is a constant, and f's loops unroll.
+template <class F>
+TURNKV_INLINE void in_panels(int left, F&& f) {
+  if (left >= 2 * kPanel) f(2 * kPanel);
+  else f(left);
+}
+
+// A row of a dtype becomes a product's input.
+void put_row(const Inputs& to, int row, const void* from, std::ptrdiff_t at, Dtype dtype, int dims, int stride) {
+  if (to.has_pairs()) return to.put(row, static_cast<const std::uint16_t*>(from) + at, dims, stride);
+  static thread_local Memory scratch;
+  auto* values = reinterpret_cast<float*>(scratch.of(static_cast<std::size_t>(dims) * sizeof(float)));
+  read_row(from, at, dtype, dims, values);
+  to.put(row, values, dims, stride);
 }
 
 void normalise(float* row, int dims, const Norm& norm) {
@@ -137,17 +152,17 @@ class Run {
   void run() {
     enter(block_.before_attention);
     const int wide = block_.qkv.outputs;
-    product(block_.qkv, input_, step_.count, [&](int row, int first, const float* sums, const float*) {
-      std::memcpy(wide_ + at(row, wide) + first, sums, kPanel * sizeof(float));
+    product(block_.qkv, input_, step_.count, [&](int row, int first, const float* sums, const float* next) {
+      copy_panels(sums, next, wide_ + at(row, wide) + first);
     });
     spread();
     write();
     attend();
     over_rows(step_.count, attended(), [&](int row) {
-      read_row(attended_, static_cast<std::ptrdiff_t>(at(row, attended())), block_.dtype, attended(), scratch());
-      input_.put(row, scratch(), attended(), block_.out.inputs);
+      const auto place = static_cast<std::ptrdiff_t>(at(row, attended()));
+      put_row(input_, row, attended_, place, block_.dtype, attended(), block_.out.inputs);
     });
-    add(block_.out, block_.after_attention);
+    add(block_.out, block_.after_attention, input_);
     if (!block_.gate_up.panels) return;
     enter(block_.before_mlp);
     // A pair of panels is a gate and its up.
@@ -157,8 +172,8 @@ class Run {
       if (block_.dtype == Dtype::f32) gate<false>(block_.activation, gates, ups, gated);
       else gate<true>(block_.activation, gates, ups, gated);
       gated_.put_part(row, first / 2, gated, block_.down.inputs);
-    }, true);
-    add(block_.down, block_.after_mlp, &gated_);
+    });
+    add(block_.down, block_.after_mlp, gated_);
   }
 
  private:
@@ -195,20 +210,31 @@ class Run {
     });
   }
 
-  // Adds a product to the residual stream.
-  void add(const Matrix& matrix, const Norm& norm, const Inputs* from = nullptr) {
-    const int wide = matrix.outputs;
-    product(matrix, from ? *from : input_, step_.count, [&](int row, int first, const float* sums, const float*) {
-      std::memcpy(wide_ + at(row, wide) + first, sums, kPanel * sizeof(float));
+  // Adds a product, normalised if it is to be, to the residual stream.
+  void add(const Matrix& matrix, const Norm& norm, const Inputs& inputs) {
+    const int wide = matrix.outputs, hidden = block_.hidden;
+    if (!norm.weight)
+      return product(matrix, inputs, step_.count, [&](int row, int first, const float* sums, const float* next) {
+        const auto place = static_cast<std::ptrdiff_t>(at(row, hidden)) + first;
+        alignas(64) float values[2 * kPanel], added[2 * kPanel];
+        copy_panels(sums, next, added);
+        in_panels(hidden - first, [&](int few) {
+          read_row(step_.rows, place, block_.dtype, few, values);
+          for (int i = 0; i < few; ++i) values[i] += added[i];
+          write_row(values, few, step_.rows, place, block_.dtype);
+        });
+      });
+    product(matrix, inputs, step_.count, [&](int row, int first, const float* sums, const float* next) {
+      copy_panels(sums, next, wide_ + at(row, wide) + first);
     });
-    over_rows(step_.count, block_.hidden, [&](int row) {
+    over_rows(step_.count, hidden, [&](int row) {
       float* added = wide_ + at(row, wide);
-      if (norm.weight) normalise(added, block_.hidden, norm);
+      normalise(added, hidden, norm);
       float* values = scratch();
-      const auto place = static_cast<std::ptrdiff_t>(at(row, block_.hidden));
-      read_row(step_.rows, place, block_.dtype, block_.hidden, values);
-      for (int d = 0; d < block_.hidden; ++d) values[d] += added[d];
-      write_row(values, block_.hidden, step_.rows, place, block_.dtype);
+      const auto place = static_cast<std::ptrdiff_t>(at(row, hidden));
+      read_row(step_.rows, place, block_.dtype, hidden, values);
+      for (int d = 0; d < hidden; ++d) values[d] += added[d];
+      write_row(values, hidden, step_.rows, place, block_.dtype);
     });
   }
 
@@ -217,11 +243,14 @@ class Run {
     const int heads = block_.num_heads, kv_heads = block_.num_kv_heads, dims = block_.key_dim;
     over_rows(step_.count, block_.qkv.outputs, [&](int row) {
       float* from = wide_ + at(row, block_.qkv.outputs);
+      alignas(64) float cos[kMaxDim / 2], sin[kMaxDim / 2];
+      read_row(step_.cos, row * step_.angle_row, block_.dtype, block_.num_pairs, cos);
+      read_row(step_.sin, row * step_.angle_row, block_.dtype, block_.num_pairs, sin);
       for (int head = 0; head < heads + kv_heads; ++head, from += dims) {
         const bool is_query = head < heads;
         const Norm& norm = is_query ? block_.query : block_.key;
         if (norm.weight) normalise(from, dims, norm);
-        rotate(from, row);
+        rotate(from, cos, sin);
         if (is_query) write_row(from, dims, query_, static_cast<std::ptrdiff_t>(at(row * heads + head, dims)), block_.dtype);
         else write_row(from, dims, key_, static_cast<std::ptrdiff_t>(at(row * kv_heads + head - heads, dims)), block_.dtype);
       }
@@ -230,15 +259,14 @@ class Run {
     });
   }
 
-  void rotate(float* head, int row) const {
+  void rotate(float* head, const float* cos, const float* sin) const {
     const int pairs = block_.num_pairs;
-    const std::ptrdiff_t place = row * step_.angle_row;
+    alignas(64) float turned[kMaxDim];
     for (int i = 0; i < pairs; ++i) {
-      const float cos = number(step_.cos, place + i, block_.dtype), sin = number(step_.sin, place + i, block_.dtype);
-      const float first = head[i], second = head[i + pairs];
-      head[i] = first * cos - second * sin;
-      head[i + pairs] = second * cos + first * sin;
+      turned[i] = head[i] * cos[i] - head[i + pairs] * sin[i];
+      turned[i + pairs] = head[i + pairs] * cos[i] + head[i] * sin[i];
     }
+    std::memcpy(head, turned, static_cast<std::size_t>(2 * pairs) * sizeof(float));
   }
 
   void write() const {
@@ -283,13 +311,13 @@ void product(const Product& call) {
   Parts parts(memory.of(size.used()));
   inputs.lay_out(parts, rows, call.matrix->inputs, has_pairs);
   over_rows(call.count, call.inputs, [&](int row) {
-    static thread_local Memory scratch;
-    auto* values = reinterpret_cast<float*>(scratch.of(static_cast<std::size_t>(call.inputs) * sizeof(float)));
-    read_row(call.rows, row * call.row, call.dtype, call.inputs, values);
-    inputs.put(row, values, call.inputs, call.matrix->inputs);
+    put_row(inputs, row, call.rows, row * call.row, call.dtype, call.inputs, call.matrix->inputs);
   });
-  product(*call.matrix, inputs, call.count, [&](int row, int first, const float* sums, const float*) {
-    write_row(sums, std::min(kPanel, call.outputs - first), call.out, row * call.out_row + first, call.dtype);
+  product(*call.matrix, inputs, call.count, [&](int row, int first, const float* sums, const float* next) {
+    alignas(64) float values[2 * kPanel];
+    copy_panels(sums, next, values);
+    in_panels(call.outputs - first,
+              [&](int few) { write_row(values, few, call.out, row * call.out_row + first, call.dtype); });
   });
 }
 

@@ -13,6 +13,7 @@ constexpr int kTiledRows = 1;
 #endif
 
 constexpr int kBlockRows = 128;  // of a unit of work
+constexpr int kPartInputs = 288;  // of two panels: as much as stays in the first-level cache beside 32 rows' inputs
 constexpr int kManyBlocks = 4;   // whose inputs stay in the second-level cache while panels go by
 constexpr int kAhead = 16384;    // bytes that are asked for in advance: the hardware alone asks for too little
 
@@ -52,6 +53,16 @@ class Inputs {
       float* to = floats(row, stride);
       std::copy(from, from + dims, to);
       std::fill(to + dims, to + stride, 0.0F);
+    }
+  }
+
+  // A whole row that has the dtype of pairs already.
+  void put(int row, const std::uint16_t* from, int dims, int stride) const {
+    for (int first = 0; first < stride; first += kDepth) {
+      const int count = std::clamp(dims - first, 0, kDepth);
+      std::uint16_t* to = pairs(row, first, stride);
+      std::copy(from + first, from + first + count, to);
+      std::fill(to + count, to + kDepth, std::uint16_t{0});
     }
   }
 
@@ -198,17 +209,24 @@ TURNKV_INLINE const std::uint8_t* weights_tile(const std::uint8_t* panel, int k,
   return room;
 }
 
-// sums[2][32][16]: 32 rows with two panels, or with one.
+// sums[2][32][16]: 32 rows with two panels, or with one, over inputs [from, to); added to what is there if from > 0.
 template <bool kHasTwo, bool kHasMany, bool kIsInt8>
-void panel_matrices(const std::uint8_t* panel, std::size_t panel_bytes, int inputs, const std::uint16_t* rows,
-                    float* sums, std::size_t sums_panel) {
+void panel_matrices(const std::uint8_t* panel, std::size_t panel_bytes, int inputs, int from, int to,
+                    const std::uint16_t* rows, float* sums, std::size_t sums_panel) {
   const std::uint16_t* others = rows + static_cast<std::size_t>(inputs) * kTiledRows;
   alignas(64) std::uint8_t rooms[4][kIsInt8 ? 1024 : 1];  // two steps', so that none waits for the one before
-  _tile_zero(0);
-  if constexpr (kHasTwo) _tile_zero(1);
-  if constexpr (kHasMany) _tile_zero(2);
-  if constexpr (kHasTwo && kHasMany) _tile_zero(3);
-  for (int k = 0; k < inputs; k += kDepth) {
+  if (from) {
+    _tile_loadd(0, sums, 64);
+    if constexpr (kHasTwo) _tile_loadd(1, sums + sums_panel, 64);
+    if constexpr (kHasMany) _tile_loadd(2, sums + 16 * kPanel, 64);
+    if constexpr (kHasTwo && kHasMany) _tile_loadd(3, sums + sums_panel + 16 * kPanel, 64);
+  } else {
+    _tile_zero(0);
+    if constexpr (kHasTwo) _tile_zero(1);
+    if constexpr (kHasMany) _tile_zero(2);
+    if constexpr (kHasTwo && kHasMany) _tile_zero(3);
+  }
+  for (int k = from; k < to; k += kDepth) {
     if constexpr (!kHasMany && !kIsInt8)
       for (int line = 0; line < 16; ++line) {
         const std::uint8_t* at = panel + k * kPanel * 2 + kAhead + line * 64;
@@ -266,18 +284,21 @@ TURNKV_INLINE void in_rows(int row, int count, Some&& some) {
 template <int P>
 void sum_pairs(const Unit& unit, const Inputs& inputs, int first, int count) {
 #if defined(TURNKV_AMX)
-  for (int row = 0; row < count; row += 32) {
-    const std::uint16_t* from = inputs.pairs(first + row, 0, unit.inputs);
-    float* to = unit.sums + row * kPanel;
-    const auto some = [&]<bool kHasMany>() {
-      if (unit.codes == Codes::int8)
-        panel_matrices<P == 2, kHasMany, true>(unit.panel, unit.panel_bytes, unit.inputs, from, to, kSumsPanel);
-      else
-        panel_matrices<P == 2, kHasMany, false>(unit.panel, unit.panel_bytes, unit.inputs, from, to, kSumsPanel);
-    };
-    if (count - row > 16) some.template operator()<true>();
-    else some.template operator()<false>();
-  }
+  // Of many rows, each part of a pair of panels goes over all before the next does, and stays in the nearest cache.
+  const int part = count > 32 ? kPartInputs : unit.inputs;
+  for (int begin = 0; begin < unit.inputs; begin += part)
+    for (int row = 0; row < count; row += 32) {
+      const std::uint16_t* from = inputs.pairs(first + row, 0, unit.inputs);
+      float* to = unit.sums + row * kPanel;
+      const int end = std::min(begin + part, unit.inputs);
+      const auto some = [&]<bool kHasMany, bool kIsInt8>() {
+        panel_matrices<P == 2, kHasMany, kIsInt8>(unit.panel, unit.panel_bytes, unit.inputs, begin, end, from, to,
+                                                  kSumsPanel);
+      };
+      const bool has_many = count - row > 16;
+      if (unit.codes == Codes::int8) has_many ? some.template operator()<true, true>() : some.template operator()<false, true>();
+      else has_many ? some.template operator()<true, false>() : some.template operator()<false, false>();
+    }
 #else
   in_rows<8>(0, count, [&]<int R>(int row) {
     panel_pairs<R, P>(unit.panel, unit.panel_bytes, unit.inputs, inputs.pairs(first + row, 0, unit.inputs),
@@ -321,10 +342,10 @@ void sum(const Unit& unit, const Inputs& inputs, int first_row, int count) {
   return unit.panels == 2 ? sum_floats<2>(unit, rows, count) : sum_floats<1>(unit, rows, count);
 }
 
-// Calls each(row, first output, sums[16], sums[16] of the next panel or null) for all rows and panels, or pairs of
-// panels where they are wanted together, on all threads.
+// Calls each(row, first output, sums[16], sums[16] of the next panel or null) for all rows and pairs of panels, on all
+// threads: two panels fill a line of memory where 32 results of 16 bits are written.
 template <class Each>
-void product(const Matrix& matrix, const Inputs& inputs, int count, Each&& each, bool in_pairs = false) {
+void product(const Matrix& matrix, const Inputs& inputs, int count, Each&& each) {
   const int panels = matrix.outputs / kPanel, pairs = (panels + 1) / 2;
   const int blocks = (count + kBlockRows - 1) / kBlockRows;
   const int units = pairs * blocks;
@@ -379,11 +400,10 @@ void product(const Matrix& matrix, const Inputs& inputs, int count, Each&& each,
             if (matrix.bias) value += matrix.bias[output + i];
           }
       }
-      for (int p = 0; p < unit.panels; p += in_pairs ? 2 : 1)
-        for (int r = 0; r < rows; ++r) {
-          const float* found = sums + static_cast<std::size_t>(p) * kSumsPanel + r * kPanel;
-          each(first + r, (2 * pair + p) * kPanel, found, found + kSumsPanel);
-        }
+      for (int r = 0; r < rows; ++r) {
+        const float* found = sums + r * kPanel;
+        each(first + r, 2 * pair * kPanel, found, unit.panels == 2 ? found + kSumsPanel : nullptr);
+      }
     }
 #if defined(TURNKV_AMX)
     _tile_release();

@@ -2,10 +2,9 @@
 
 import json
 import os
-import statistics
 import sys
-import threading
 import time
+import urllib.request
 from importlib.metadata import version
 from typing import Any
 
@@ -16,75 +15,57 @@ NUM_STREAMS = 8
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what llama.cpp prints is no answer
+    threads = len(os.sched_getaffinity(0))
     import xllamacpp  # noqa: PLC0415 (it may print)
 
     params = xllamacpp.CommonParams()
     params.model.path = sys.argv[1]
-    threads = len(os.sched_getaffinity(0))
     params.cpuparams.n_threads = threads
     params.cpuparams_batch.n_threads = threads
     params.n_ctx = 8192 * 2
     params.n_parallel = NUM_STREAMS
     params.kv_unified = True
     params.n_batch = 2048
-    params.n_ubatch = int(os.environ.get("UBATCH", "512"))
     params.cache_ram_mib = 0
     params.warmup = True
-    if "FLASH" in os.environ:
-        params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, os.environ["FLASH"])
     server = xllamacpp.Server(params)
 
-    def complete(prompt: list[int], new_tokens: int, slot: int, is_cached: bool) -> dict[str, Any]:
-        found: list[Any] = []
-        server.handle_completions(
-            {
-                "prompt": prompt,
-                "n_predict": new_tokens,
-                "ignore_eos": True,
-                "cache_prompt": is_cached,
-                "id_slot": slot,
-                "temperature": 0.0,
-                "samplers": ["temperature"],
-                "stream": False,
-                "return_tokens": True,
-            },
-            found.append,
+    def complete(prompt: list[int], new_tokens: int, streams: int, is_cached: bool) -> dict[str, Any]:
+        """The first of `streams` completions, which begin to decode in the same step and share the prompt's KV."""
+        question = {
+            "prompt": prompt,
+            "n_predict": new_tokens,
+            "n_cmpl": streams,
+            "ignore_eos": True,
+            "cache_prompt": is_cached,
+            "temperature": 0.0,
+            "samplers": ["temperature"],
+            "return_tokens": True,
+        }
+        request = urllib.request.Request(
+            f"{server.listening_address}/completion",
+            data=json.dumps(question).encode(),
+            headers={"Content-Type": "application/json"},
         )
-        answer = found[-1]
-        answer = json.loads(answer) if isinstance(answer, str) else answer
-        if "timings" not in answer:
-            raise RuntimeError(str(answer)[:500])
-        return dict(answer)
-
-    def per_token_s(timings: dict[str, float]) -> float:
-        return timings["predicted_ms"] / 1000 / max(1, timings["predicted_n"] - 1)
+        with urllib.request.urlopen(request) as response:
+            answer: Any = json.load(response)
+        return dict(answer[0] if isinstance(answer, list) else answer)
 
     def run(question: dict[str, Any]) -> dict[str, Any]:
         prompt, new_tokens = question["prompt"], question["new_tokens"]
-        streams = question.get("streams", 1)
-        if not question.get("is_warm"):
-            is_cached = bool(question.get("is_cached"))
-            started = time.perf_counter()
-            answer = complete(prompt, new_tokens, 0, is_cached)
-            timings = answer["timings"]
-            return {
-                "first_token_s": timings["prompt_ms"] / 1000,
-                "decode_token_s": per_token_s(timings),
-                "all_s": time.perf_counter() - started,
-                "tokens": answer.get("tokens"),
-            }
-        for slot in range(streams):
-            complete(prompt, 1, slot, True)
-        answers: list[dict[str, Any]] = []
-        threads = [
-            threading.Thread(target=lambda slot=slot: answers.append(complete(prompt, new_tokens, slot, True)))
-            for slot in range(streams)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return {"first_token_s": None, "decode_token_s": statistics.median(per_token_s(a["timings"]) for a in answers)}
+        is_warm = question.get("is_warm", False)
+        if is_warm:
+            complete(prompt, 1, 1, True)
+        started = time.perf_counter()
+        is_cached = is_warm or bool(question.get("is_cached"))
+        answer = complete(prompt, new_tokens, question.get("streams", 1), is_cached)
+        timings = answer["timings"]
+        return {
+            "first_token_s": None if is_warm else timings["prompt_ms"] / 1000,
+            "decode_token_s": timings["predicted_ms"] / 1000 / max(1, timings["predicted_n"] - 1),
+            "all_s": time.perf_counter() - started,
+            "tokens": answer["tokens"],
+        }
 
     ready = {
         "ready": True,

@@ -1,7 +1,6 @@
 """vLLM's CPU build as a worker: `vllm_cpu.py FOLDER`, in its own environment. peer_workers.py says what it is asked.
 
-The engine runs in this process, so that its steps can be timed. TURNKV_PEERS_COMPILE=1 lets it compile, which takes
-minutes at the first start.
+The engine runs in this process, so that its steps can be timed, and compiles, which takes minutes at the first start.
 """
 
 import json
@@ -25,13 +24,11 @@ def main() -> None:
     }
     from vllm import LLM, SamplingParams  # noqa: PLC0415 (it prints)
 
-    is_eager = "TURNKV_PEERS_COMPILE" not in os.environ
     llm = LLM(
         model=sys.argv[1],
         dtype="bfloat16",
         max_model_len=8192,
         max_num_seqs=8,
-        enforce_eager=is_eager,
         enable_prefix_caching=True,
     )
     engine = llm.llm_engine
@@ -78,7 +75,7 @@ def main() -> None:
 
     ready = {
         "ready": True,
-        "name": "vLLM" if is_eager else "vLLM compiled",
+        "name": "vLLM",
         "version": version("vllm-cpu"),
         "start_s": time.perf_counter() - STARTED,
     }
