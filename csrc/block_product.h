@@ -291,13 +291,12 @@ void sum_pairs(const Unit& unit, const Inputs& inputs, int first, int count) {
       const std::uint16_t* from = inputs.pairs(first + row, 0, unit.inputs);
       float* to = unit.sums + row * kPanel;
       const int end = std::min(begin + part, unit.inputs);
-      const auto some = [&]<bool kHasMany, bool kIsInt8>() {
-        panel_matrices<P == 2, kHasMany, kIsInt8>(unit.panel, unit.panel_bytes, unit.inputs, begin, end, from, to,
-                                                  kSumsPanel);
+      const auto some = [&]<bool kIsInt8>() {
+        const auto each = count - row > 16 ? panel_matrices<P == 2, true, kIsInt8> : panel_matrices<P == 2, false, kIsInt8>;
+        each(unit.panel, unit.panel_bytes, unit.inputs, begin, end, from, to, kSumsPanel);
       };
-      const bool has_many = count - row > 16;
-      if (unit.codes == Codes::int8) has_many ? some.template operator()<true, true>() : some.template operator()<false, true>();
-      else has_many ? some.template operator()<true, false>() : some.template operator()<false, false>();
+      if (unit.codes == Codes::int8) some.template operator()<true>();
+      else some.template operator()<false>();
     }
 #else
   in_rows<8>(0, count, [&]<int R>(int row) {

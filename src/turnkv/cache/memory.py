@@ -27,6 +27,8 @@ class KVMemory:
         }
         self.store = SegmentStore(self.pools)
         self.storage = storage
+        self.is_shared = False
+        """Whether more than one engine has sessions here."""
 
     @staticmethod
     def num_pages(plans: Mapping[Tier, TierPlan], budget_bytes: int) -> dict[Tier, int]:

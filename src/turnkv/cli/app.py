@@ -161,6 +161,98 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter an option
         raise typer.Exit(EXIT_ERROR)
 
 
+@app.command(name="eval")
+def evaluate(  # noqa: PLR0913, PLR0917 - one parameter an option
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy", metavar="P", help="A preset or a TOML file; several may be given.", show_default="all"
+        ),
+    ] = None,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cache", metavar="NAME", help="Another library's cache, such as hf:dynamic; several may be given."
+        ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--data", metavar="FILE", help="JSON lines of items; several may be given.", show_default="examples"
+        ),
+    ] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option("--text", metavar="FILE", help="Plain text whose likelihood is measured.")
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KINDS",
+            help="Some of session, recall, toolcall, arithmetic, leakage, text, by commas.",
+            show_default="all",
+        ),
+    ] = None,
+    protocol: Annotated[
+        list[str] | None, typer.Option("--protocol", metavar="P", help="oneshot or online.", show_default="both")
+    ] = None,
+    ids: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, metavar="FILE", help="Only the ids in this file, one a line."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N items of each kind.")] = None,
+    max_requests: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Requests of a session that are replayed online, at most.")
+    ] = None,
+    generated: Annotated[int, typer.Option(min=0, metavar="N", help="Sums over tool results that are made up.")] = 16,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out bad lines, and count them.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few items of each kind: does it run at all?")] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="SESSION", help="Print what became of one session's turns, and where likelihood fell."),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the results; an interrupted run goes on here.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="Write a report page, and its plots beside it.")
+    ] = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = Dtype.BFLOAT16,
+    budget: BudgetOption = "4GiB",
+    threads: ThreadsOption = None,
+    weights: WeightsOption = Weights.EXACT,
+) -> None:
+    """Say what policies save and what they cost: memory, time, likelihood, decisions, recall, with intervals.
+
+    `oneshot` prefills a history once and lets a policy act on it once; `online` replays sessions request by request.
+    Every figure is compared with the policy `full` on the same engine.
+    """
+    from turnkv.cli.eval import EvalOptions, run_eval  # noqa: PLC0415 (it imports torch)
+    from turnkv.policy import preset_names  # noqa: PLC0415 (likewise)
+
+    options = EngineOptions(model=model, policy="full", dtype=dtype, weights=weights, budget=budget, threads=threads)
+    run_eval(
+        options,
+        EvalOptions(
+            policies=tuple(policy or preset_names()),
+            caches=tuple(cache or ()),
+            data=tuple(data or ()),
+            texts=tuple(text or ()),
+            metrics=tuple(metrics.split(",")) if metrics else (),
+            protocols=tuple(protocol or ()),
+            ids=ids,
+            limit=2 if quick and limit is None else limit,
+            max_requests=max_requests,
+            generated=generated,
+            skip_bad=skip_bad,
+            is_quick=quick,
+            explain=explain,
+            json=json,
+            report=report,
+        ),
+    )
+
+
 @app.command()
 def doctor(
     model: ModelOption = None,

@@ -12,7 +12,7 @@ def example_session(session_id: str) -> RecordedSession:
     Raises:
         InvalidFileError: there is none of this id, or the sessions are not there.
     """
-    sessions = [session for path in _files() for session in load_sessions(path)]
+    sessions = [session for path in example_files() for session in load_sessions(path)]
     found = next((session for session in sessions if session.id == session_id), None)
     if found is None:
         known = ", ".join(session.id for session in sessions)
@@ -20,7 +20,12 @@ def example_session(session_id: str) -> RecordedSession:
     return found
 
 
-def _files() -> list[Path]:
+def example_files() -> list[Path]:
+    """The files that hold them.
+
+    Raises:
+        InvalidFileError: they are not there.
+    """
     here = Path(__file__).resolve()
     folders = (here.parent / "sessions", here.parents[3] / "examples" / "sessions")
     files = next((found for folder in folders if (found := sorted(folder.glob("*.jsonl")))), None)

@@ -66,7 +66,9 @@ def _start(request: Request, session: Session, plan: Plan, policy: Policy, table
     if not table.reserve(session, needed):
         table.take_back(request)
         return False
-    if limits.max_positions is not None and session.next_position + needed > limits.max_positions:
+    if policy.window is not None and policy.window.ranks == "closed" and limits.can_shift:
+        session.close_ranks(None)
+    elif limits.max_positions is not None and session.next_position + needed > limits.max_positions:
         session.close_ranks(limits.max_positions)
     prompt = sum(len(record.tokens) for record in session.records)
     gone = sum(len(record.tokens) for record in session.records if record.is_dropped)

@@ -13,7 +13,7 @@ from turnkv.config import CacheConfig, EngineConfig, SamplingParams
 from turnkv.conversation.messages import Message, parse_messages
 from turnkv.conversation.rendering import Renderer
 from turnkv.conversation.tools import parse_tools
-from turnkv.conversation.turns import group_turns, head_length
+from turnkv.conversation.turns import Turn, group_turns, head_length
 from turnkv.engine.admission import admit
 from turnkv.engine.dryrun import DryRunner
 from turnkv.engine.journal import Event
@@ -45,17 +45,17 @@ class Engine:
         *,
         name: str,
         policy: Policy = FULL,
-        cache: CacheConfig | None = None,
+        cache: CacheConfig | KVMemory | None = None,
         config: EngineConfig | None = None,
     ) -> None:
-        """Set up an empty cache for a loaded model; see `Engine.load` for the short way."""
+        """Set up an empty cache for a loaded model, or share another engine's; see `Engine.load` for the short way."""
         self.runner = runner
         self.name = name
         self.policy = policy
         self.config = config or EngineConfig()
         self._tokenizer = tokenizer
         self.renderer = Renderer(tokenizer, generation_eos_ids=_eos_ids(runner.model))
-        self._memory = _memory(runner, policy, (cache or CacheConfig()).budget_bytes)
+        self._memory = cache if isinstance(cache, KVMemory) else _memory(runner, (policy,), cache or CacheConfig())
         self._settler = Settler(policy, self.renderer, self._memory)
         self._table = SessionTable(self._memory, runner.max_positions)
         self._waiting: deque[Request] = deque()
@@ -98,6 +98,19 @@ class Engine:
         """Another engine with the same weights and an empty cache of its own, as large unless `cache` is given."""
         cache = cache or CacheConfig(budget_bytes=self._memory.budget.total_bytes)
         return Engine(self.runner, self._tokenizer, name=self.name, policy=policy, cache=cache, config=self.config)
+
+    def sharing(self, policies: Sequence[Policy], *, cache: CacheConfig | None = None) -> list["Engine"]:
+        """Engines with the same weights and one new memory between them, one a policy: see `adopt`.
+
+        Raises:
+            InvalidConfigError: the policies keep different layers exact.
+        """
+        memory = _memory(self.runner, policies, cache or CacheConfig(budget_bytes=self._memory.budget.total_bytes))
+        memory.is_shared = True
+        return [
+            Engine(self.runner, self._tokenizer, name=self.name, policy=policy, cache=memory, config=self.config)
+            for policy in policies
+        ]
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -157,7 +170,7 @@ class Engine:
             session_id=session_id,
             sampler=Sampler(sampling),
             stop_ids=self.renderer.stop_ids,
-            decode=self._decode,
+            decode=self.decode,
             max_new_tokens=sampling.max_new_tokens or self.config.max_new_tokens,
             on_text=on_text,
         )
@@ -284,6 +297,17 @@ class Engine:
         """
         return self._table.get(session_id)
 
+    def adopt(self, session: Session, num_messages: int) -> Session:
+        """Fork the first messages of a session, which an engine that shares this one's memory holds.
+
+        Nothing is computed or copied. This engine's policy acts on the fork from its first request on.
+        """
+        own = self._table.create()
+        own.fork_from(session, num_messages + 1)
+        own.is_due = True
+        self._table.touch(own)
+        return own
+
     def drop(self, session_id: SessionId, turn: int) -> int:
         """Drop a closed turn by hand; gives the tokens gone.
 
@@ -291,14 +315,32 @@ class Engine:
             UnknownTurnError: there is no such turn, it is open or pinned, or the session is just being answered.
         """
         session = self.session(session_id)
+        closed = self._closed_turn(session, turn, "dropped")
+        self._is_room_freed = True
+        return session.drop(turn, droppable_records(session, closed), "asked")
+
+    def forget(self, session_id: SessionId, turn: int) -> int:
+        """Drop a closed turn and all that was computed after it, so that no trace of it is left; gives the tokens gone.
+
+        The next request computes again what followed, as if the turn had never been. Other sessions that share the
+        turn keep it.
+
+        Raises: as `drop`.
+        """
+        session = self.session(session_id)
+        closed = self._closed_turn(session, turn, "forgotten")
+        self._is_room_freed = True
+        return session.forget(turn, closed.start + 1, droppable_records(session, closed, is_gone_too=True))
+
+    def _closed_turn(self, session: Session, turn: int, what: str) -> Turn:
+        """A turn that may go."""
         if session.is_busy:
-            raise UnknownTurnError(f"turn {turn} cannot be dropped while the session is answered; wait, or cancel")
+            raise UnknownTurnError(f"turn {turn} cannot be {what} while the session is answered; wait, or cancel")
         closed = {each.index: each for each in closed_turns(session.messages)}
         if turn not in closed or is_pinned(session, self.policy, closed[turn], session.messages):
             held = f"0 to {max(closed)}" if closed else "there is none yet"
-            raise UnknownTurnError(f"turn {turn} cannot be dropped; name a closed turn ({held}) that is not pinned")
-        self._is_room_freed = True
-        return session.drop(turn, droppable_records(session, closed[turn]), "asked")
+            raise UnknownTurnError(f"turn {turn} cannot be {what}; name a closed turn ({held}) that is not pinned")
+        return closed[turn]
 
     def pin(self, session_id: SessionId, turn: int, *, is_pinned: bool = True) -> None:
         """Spare a turn from drops from now on, or no more.
@@ -435,15 +477,23 @@ class Engine:
         self._active.remove(request)
         self._is_room_freed = True
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones left out."""
         # Cleaning up spaces would take back text that was sent already.
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _memory(runner: ModelRunner, policy: Policy, budget_bytes: int) -> KVMemory:
-    """Memory for all tiers that a policy may use."""
-    precision = policy.precision
-    exact_layers = frozenset(() if precision is None else precision.exact_layers)
+def _memory(runner: ModelRunner, policies: Sequence[Policy], cache: CacheConfig) -> KVMemory:
+    """Memory for all tiers that policies may use."""
+    precisions = [policy.precision for policy in policies if policy.precision is not None]
+    exact_layers = frozenset(precisions[0].exact_layers if precisions else ())
+    if any(frozenset(precision.exact_layers) != exact_layers for precision in precisions):
+        raise InvalidConfigError(
+            "precision.exact_layers",
+            sorted(exact_layers),
+            "is not the same in all policies that share a memory",
+            remedy="give each policy a memory of its own",
+        )
     if exact_layers and max(exact_layers) >= len(runner.shapes):
         raise InvalidConfigError(
             "precision.exact_layers",
@@ -451,14 +501,14 @@ def _memory(runner: ModelRunner, policy: Policy, budget_bytes: int) -> KVMemory:
             f"is no layer: the model has {len(runner.shapes)}",
             remedy=f"count from 0 to {len(runner.shapes) - 1}",
         )
-    tiers = (EXACT,) if precision is None else precision.tiers
+    tiers = tuple(dict.fromkeys([EXACT, *(tier for precision in precisions for tier in precision.tiers)]))
     for tier in tiers:
         if not can_store(tier, runner.shapes, runner.dtype):
             raise InvalidConfigError(
                 "precision", str(tier), "cannot store this model's heads", remedy="choose int8, or leave keys exact"
             )
     plans = {tier: TierPlan.of(tier, runner.shapes, runner.dtype, exact_layers) for tier in tiers}
-    num_pages = KVMemory.num_pages(plans, budget_bytes)
+    num_pages = KVMemory.num_pages(plans, cache.budget_bytes)
     return KVMemory(plans, num_pages[EXACT] * plans[EXACT].page_bytes, runner.new_storage(plans, num_pages))
 
 

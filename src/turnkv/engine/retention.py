@@ -103,9 +103,12 @@ def open_messages(messages: Sequence[Message]) -> frozenset[int]:
     return frozenset(range(len(messages))) - closed
 
 
-def droppable_records(session: Session, turn: Turn) -> tuple[int, ...]:
-    """The records of a turn that a drop takes: not those gone already, nor the latest user message."""
-    return _planned(session, turn, Drop(turn.index), _latest_user(session.messages)).records
+def droppable_records(session: Session, turn: Turn, *, is_gone_too: bool = False) -> tuple[int, ...]:
+    """The records of a turn that a drop takes: not the latest user message nor, unless wanted, those gone already."""
+    spared = _latest_user(session.messages)
+    if is_gone_too:
+        return tuple(index for index in _records(turn) if index != spared)
+    return _planned(session, turn, Drop(turn.index), spared).records
 
 
 def is_pinned(session: Session, policy: Policy, turn: Turn, messages: Sequence[Message]) -> bool:

@@ -203,6 +203,23 @@ class Session:
         self.journal.append(Drop(turn, tuple(records), tuple(s.key for s in segments), num_tokens, reason))
         return num_tokens
 
+    def forget(self, turn: int, first: int, records: Sequence[int]) -> int:
+        """Take records of a turn that begins at record `first`, and let all that follows be computed anew.
+
+        Returns the tokens of the turn, dropped before or not. What had been dropped of later turns stays so.
+        """
+        assert not self._open
+        later = self.records[first:]
+        self.cut(Fork(self.id, self.id, first, self._position_after(first)))
+        for record in later:
+            self.records.append(replace(record, segments=[], num_computed=0, is_dropped=False, form="exact"))
+        num_tokens = self.drop(turn, records, "forgotten")
+        turns = {place: each.index for each in group_turns(self.messages) for place in range(each.start, each.stop)}
+        for index, record in enumerate(later, first):
+            if record.is_dropped and index not in records:
+                self.drop(turns[index - 1], [index], "forgotten")
+        return num_tokens
+
     def num_droppable(self, record: int) -> int:
         """Tokens of a record that a drop would take: held, or waiting to be computed."""
         entry = self.records[record]
@@ -304,9 +321,9 @@ class Session:
         self.view = self.view.replaced({old: new})
         self._store.release([old])
 
-    def close_ranks(self, max_positions: int) -> None:
+    def close_ranks(self, max_positions: int | None) -> None:
         """Let the survivors lie at consecutive positions again, if that many are fewer than the model has."""
-        if self.view.num_tokens < max_positions:
+        if max_positions is None or self.view.num_tokens < max_positions:
             self._shift(View.closed_up, "close_ranks")
 
     def fold(self) -> None:

@@ -128,5 +128,6 @@ class SessionTable:
                 owners[id(segment)] = owners.get(id(segment), 0) + 1
         for session in self:
             for segment in session.view.segments:
-                assert segment.owners == owners[id(segment)]
-        assert len(owners) == len(self._memory.store)
+                others = segment.owners - owners[id(segment)]
+                assert others >= 0 if self._memory.is_shared else others == 0
+        assert len(owners) == len(self._memory.store) or self._memory.is_shared

@@ -128,7 +128,7 @@ def _table(sections: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     if not isinstance(table, dict):
         raise InvalidConfigError(name, table, "is no section", remedy=f"write it as [{name}]")
     known = {
-        "window": ("high", "low", "budget", "overflow"),
+        "window": ("high", "low", "budget", "overflow", "ranks"),
         "keep": tuple(entry.name for entry in fields(Keep)),
         "precision": tuple(entry.name for entry in fields(Precision)),
     }[name]

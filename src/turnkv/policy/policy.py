@@ -10,6 +10,7 @@ from turnkv.policy.precision import Precision, check_patterns
 
 ToolResults = Literal["raw", "clear"]
 Overflow = Literal["fold", "refuse"]
+Ranks = Literal["gapped", "closed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,13 @@ class Window:
     """Where system text and open turn alone outrun the model's positions: `fold` lets older tokens share positions,
     `refuse` ends with an error."""
 
+    ranks: Ranks = "gapped"
+    """What becomes of the positions of turns that went: they stay empty until positions run out, or the others close
+    up at once. Either way no key is touched."""
+
     def __post_init__(self) -> None:
+        if self.ranks not in ("gapped", "closed"):
+            raise InvalidConfigError("window.ranks", self.ranks, "is no known way", remedy='give "gapped" or "closed"')
         if self.overflow not in ("fold", "refuse"):
             raise InvalidConfigError(
                 "window.overflow", self.overflow, "is no known way", remedy='give "fold" or "refuse"'
