@@ -1,13 +1,10 @@
 """The claims of the interview answer that this project implements, each with what was measured here: docs/claims.md.
 
-    .venv/bin/python benchmarks/claims.py [--results benchmarks/results] [--out docs/claims.md]
-
-Sizes are computed here. Speed and fidelity are read from the results folder, where the commands named beside them
-write with `--json` (`settled.json` is `precision.py --dry`'s); a claim whose file is missing says so, and claims about
-parts that are still to come are marked *pending*.
+documents.py writes the page. Sizes are computed here. Speed and fidelity are read from the results folder, where the
+commands named beside them write with `--json` (`settled.json` is `precision.py --dry`'s); a claim whose file is missing
+says so, and claims about parts that are still to come are marked *pending*.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +57,7 @@ def measured(say: Callable[[Any], str], path: Path, command: str) -> str:
     """What `say` makes of a result file, or how to make the file."""
     if path.is_file():
         return say(json.loads(path.read_text("utf-8")))
-    return f"not measured yet: `{command} --json {path}`"
+    return f"not measured yet: `{command} --json {path.name}`"
 
 
 def speed(kernels: Any) -> str:
@@ -95,6 +92,26 @@ def allocation(found: Any) -> str:
     return f"{found['sessions']} sessions, memory needed for their tokens: " + "; ".join(
         f"{row['at_once']} at once: contiguous {row['contiguous']['room']:.2f}×, paged {row['paged']['room']:.2f}×"
         for row in found["rows"]
+    )
+
+
+def engines(found: Any) -> str:
+    said = []
+    for row in found["rows"]:
+        others = ", ".join(
+            f"{name} {ratio:.2f}" for name, ratio in row["ours_over"].items() if name != "turnkv int8 KV"
+        )
+        streams = f", {row['streams']} streams" if row.get("streams", 1) > 1 else ""
+        said.append(f"{row['kind']} {row['tokens']:,} tokens{streams}: {others}")
+    return "turnkv's time over each engine's, same machine and prompt: " + "; ".join(said)
+
+
+def orders(found: Any) -> str:
+    online = found["summary"]["online"]
+    return "at equal bytes: " + "; ".join(
+        f"{said}: KV {online[name]['kv_ratio']['value']:.2f} of full's, NLL {online[name]['nll']['change']:+.1%} "
+        f"[{online[name]['nll']['low']:+.1%}, {online[name]['nll']['high']:+.1%}]"
+        for name, said in (("results-last", "chat dropped first"), ("results-first", "tool results dropped first"))
     )
 
 
@@ -139,27 +156,28 @@ def rows(results: Path) -> list[tuple[str, str, str]]:
         ("retrieval results cached beside the KV save time", pending, ""),
         ("shared KV heads for ordinary tokens save memory without loss", pending, ""),
         ("quantisation-aware training recovers the loss", pending, ""),
-        ("the choice of engine and configuration decides speed", pending, ""),
+        (
+            "the choice of engine and configuration decides speed",
+            measured(engines, results / "engine.json", "benchmarks/engine.py --peers"),
+            "`benchmarks/engine.py --peers`",
+        ),
+        (
+            "tool results must outlive chat",
+            measured(orders, results / "tuning.json", "turnkv eval"),
+            "docs/policies.md",
+        ),
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--out", type=Path, default=Path("docs/claims.md"))
-    arguments = parser.parse_args()
+def page(results: Path) -> str:
     lines = [
         "# Claims, and what was measured",
         "",
-        "Made by `.venv/bin/python benchmarks/claims.py`; figures of speed are of two cores of an Intel Xeon with AMX.",
+        "Made by `.venv/bin/python benchmarks/documents.py` from benchmarks/results; figures of speed are of two cores",
+        "of an Intel Xeon with AMX.",
         "",
         "| claim | measured | by |",
         "| --- | --- | --- |",
-        *(f"| {claim} | {answer} | {source} |" for claim, answer, source in rows(arguments.results)),
+        *(f"| {claim} | {answer} | {source} |" for claim, answer, source in rows(results)),
     ]
-    arguments.out.write_text("\n".join(lines) + "\n", "utf-8")
-    print(f"{arguments.out}: {len(lines) - 6} claims")
-
-
-if __name__ == "__main__":
-    main()
+    return "\n".join(lines) + "\n"

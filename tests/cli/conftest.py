@@ -18,7 +18,7 @@ def turnkv(tiny_model_folder: Path) -> Turnkv:
 
     def run(*arguments: object, stdin: str | None = None, columns: int = 100) -> Result:
         words = [str(argument) for argument in arguments]
-        if words[0] in ("chat", "replay", "demo", "doctor"):
+        if words[0] in ("chat", "replay", "demo", "doctor", "eval"):
             words[1:1] = ["--model", str(tiny_model_folder), "--dtype", "float32"]
         return CliRunner(env={"COLUMNS": str(columns), "NO_COLOR": "1"}).invoke(app, words, input=stdin)
 

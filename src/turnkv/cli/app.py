@@ -204,6 +204,9 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one parameter an option
         int | None, typer.Option(min=1, metavar="N", help="Requests of a session that are replayed online, at most.")
     ] = None,
     generated: Annotated[int, typer.Option(min=0, metavar="N", help="Sums over tool results that are made up.")] = 16,
+    answer: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Tool calls that are generated too, and compared.")
+    ] = 24,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out bad lines, and count them.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A few items of each kind: does it run at all?")] = False,
     explain: Annotated[
@@ -244,6 +247,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one parameter an option
             limit=2 if quick and limit is None else limit,
             max_requests=max_requests,
             generated=generated,
+            num_answered=min(answer, 1) if quick else answer,
             skip_bad=skip_bad,
             is_quick=quick,
             explain=explain,

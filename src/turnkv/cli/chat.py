@@ -22,6 +22,7 @@ _HELP = (
     "/turns          the cache, turn by turn",
     "/policy [NAME]  show the policy, or switch to a preset or a TOML file",
     "/drop N         drop turn N now",
+    "/forget N       drop turn N and compute again what followed, so that no trace is left",
     "/pin N          spare turn N from drops; /unpin N takes that back",
     "/help           this list",
     "/quit           leave (Ctrl-D too); Ctrl-C cancels the reply",
@@ -66,6 +67,7 @@ class Chat:
             "/turns": self._show_turns,
             "/policy": self._use_policy,
             "/drop": self._drop,
+            "/forget": self._forget,
             "/pin": lambda turn: self._pin(turn, is_pinned=True),
             "/unpin": lambda turn: self._pin(turn, is_pinned=False),
             "/help": lambda _: print_lines(_HELP),
@@ -128,6 +130,10 @@ class Chat:
             self._engine.policy = load_policy(name)
         others = ", ".join(preset_names())
         print_lines([self._engine.policy.describe() + ("" if name else f"   (presets: {others})")])
+
+    def _forget(self, turn: str) -> None:
+        num_tokens = self._engine.forget(self._held(), _number("/forget", turn))
+        print_lines([f"forgot turn {turn}: {num_tokens:,} tokens; what followed is computed again at the next message"])
 
     def _drop(self, turn: str) -> None:
         num_tokens = self._engine.drop(self._held(), _number("/drop", turn))

@@ -2,7 +2,9 @@
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,11 +22,11 @@ from turnkv.cli.examples import example_files
 from turnkv.cli.options import EngineOptions
 from turnkv.engine import Engine
 from turnkv.errors import InvalidFileError, TurnKVError
-from turnkv.evaluate.evaluation import PROTOCOLS, Evaluation, Task, run_tasks, summarise, tasks_of
+from turnkv.evaluate.evaluation import PROTOCOLS, Evaluation, Step, Task, run_tasks, summarise, tasks_of
 from turnkv.evaluate.explain import explain
 from turnkv.evaluate.generated import arithmetic_items, leakage_items, text_items
 from turnkv.evaluate.items import KINDS, Item, Skipped, load_items
-from turnkv.evaluate.oneshot import Foreign
+from turnkv.evaluate.oneshot import Foreign, Subject
 from turnkv.evaluate.results import write_atomically
 from turnkv.evaluate.sessions import read_ids
 from turnkv.models import resolve_model
@@ -32,6 +34,7 @@ from turnkv.policy import FULL, Policy, load_policy
 
 SEED = 20261201
 QUICK_REQUESTS = 12
+SECONDS_BETWEEN_LINES = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,7 @@ class EvalOptions:
     limit: int | None
     max_requests: int | None
     generated: int
+    num_answered: int
     skip_bad: bool
     is_quick: bool
     explain: str | None
@@ -76,7 +80,8 @@ def run_eval(options: EngineOptions, wanted: EvalOptions) -> None:
             out_console().print(part)
         return
     settings = _settings(options, wanted, base, policies)
-    evaluation = Evaluation(engines, _foreign(options, wanted), max_requests=_max_requests(wanted))
+    answered = [item.id for item in items if item.kind == "toolcall"][: wanted.num_answered]
+    evaluation = Evaluation(engines, _foreign(options, wanted), max_requests=_max_requests(wanted), answered=answered)
     started = datetime.now(UTC)
     results = _run(evaluation, tasks, wanted, settings)
     found = {
@@ -125,7 +130,7 @@ def _max_requests(wanted: EvalOptions) -> int | None:
     return QUICK_REQUESTS if wanted.is_quick and wanted.max_requests is None else wanted.max_requests
 
 
-def _foreign(options: EngineOptions, wanted: EvalOptions) -> list[Foreign]:
+def _foreign(options: EngineOptions, wanted: EvalOptions) -> list[Subject]:
     if not wanted.caches:
         return []
     from turnkv.evaluate.foreign import foreign_cache  # noqa: PLC0415 (what it needs is an extra)
@@ -144,6 +149,7 @@ def _settings(
         "policies": [policy.describe() for policy in policies],
         "max_requests": _max_requests(wanted),
         "max_step_tokens": engine.config.max_step_tokens,
+        "num_answered": wanted.num_answered,
         "seed": SEED,
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
@@ -153,29 +159,41 @@ def _settings(
 def _run(
     evaluation: Evaluation, tasks: Sequence[Task], wanted: EvalOptions, settings: dict[str, object]
 ) -> list[dict[str, Any]]:
-    bar = Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), MofNCompleteColumn(),
-        TextColumn("{task.fields[left]}"),
-        console=error_console(), disable=not error_console().is_terminal, expand=True,
-    )  # fmt: skip
-    shown = bar.add_task("evaluating", total=len(tasks), left="")
     try:
-        with bar:
-            results = run_tasks(
-                evaluation, tasks, wanted.json, settings,
-                lambda now: bar.update(
-                    shown, completed=now.done, description=now.name[:40],
-                    left="" if now.left_s is None else f"{now.left_s / 60:.0f} min left",
-                ),
-            )  # fmt: skip
-            bar.update(shown, completed=len(tasks), left="")
+        with _shown_progress(len(tasks)) as show:
+            return run_tasks(evaluation, tasks, wanted.json, settings, show)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             "nothing was written; with --json OUT a run can go on where it stopped"
             if wanted.json is None
             else f"what was finished is kept beside {wanted.json}; the same command goes on from there"
         ) from None
-    return results
+
+
+@contextmanager
+def _shown_progress(num_tasks: int) -> Iterator[Callable[[Step], None]]:
+    """A bar with the time left; without a terminal a line now and then."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    is_seen = error_console().is_terminal
+    bar = Progress(*columns, console=error_console(), disable=not is_seen, expand=True)
+    shown = bar.add_task("evaluating", total=num_tasks, left="")
+    said_s = time.monotonic()
+
+    def show(now: Step) -> None:
+        nonlocal said_s
+        left = "" if now.left_s is None else f"{now.left_s / 60:.0f} min left"
+        bar.update(shown, completed=now.done, description=now.name[:40], left=left)
+        if not is_seen and time.monotonic() - said_s > SECONDS_BETWEEN_LINES:
+            said_s = time.monotonic()
+            say(f"{now.done} of {now.total} done, {left}: {now.name}")
+
+    with bar:
+        yield show
 
 
 def _print(found: Mapping[str, Any], skipped: Sequence[Skipped]) -> None:

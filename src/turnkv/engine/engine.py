@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from turnkv.conversation.tools import parse_tools
 from turnkv.conversation.turns import Turn, group_turns, head_length
 from turnkv.engine.admission import admit
 from turnkv.engine.dryrun import DryRunner
+from turnkv.engine.grammar import Grammars
 from turnkv.engine.journal import Event
 from turnkv.engine.request import Generation, Reply, Request, Score, Scoring
 from turnkv.engine.restore import restore
@@ -161,13 +163,20 @@ class Engine:
         sampling: SamplingParams | None = None,
         session_id: SessionId | None = None,
         on_text: Callable[[str], None] | None = None,
+        must_call: bool = False,
     ) -> Generation:
-        """A request for `submit` that writes a reply."""
+        """A request for `submit` that writes a reply; with `must_call` one that calls tools and nothing else.
+
+        Raises:
+            InvalidMessagesError: the conversation is malformed, or a tool's schema cannot be followed.
+        """
         sampling = sampling or SamplingParams()
+        schemas = parse_tools(tools or ())
         return Generation(
             messages=_with_some_turn(parse_messages(messages)),
-            tools=parse_tools(tools or ()),
+            tools=schemas,
             session_id=session_id,
+            constraint=self._grammars.calls(schemas) if must_call else None,
             sampler=Sampler(sampling),
             stop_ids=self.renderer.stop_ids,
             decode=self.decode,
@@ -202,6 +211,10 @@ class Engine:
             body=rendered.tokens[rendered.header_tokens :],
             is_measured=not self.runner.is_dry,
         )
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self._tokenizer, self.runner.model.config.get_text_config().vocab_size)
 
     def submit(self, request: Request) -> None:
         """Admit a request, or let it wait until others have made room.

@@ -11,6 +11,7 @@ from torch import Tensor, log_softmax, tensor
 
 from turnkv.conversation.messages import Message
 from turnkv.conversation.turns import group_turns
+from turnkv.engine.grammar import Constraint
 from turnkv.engine.journal import Shift
 from turnkv.engine.runner import Chunk
 from turnkv.engine.sampler import Sampler, TokenLogprob
@@ -232,6 +233,8 @@ class Generation(Request):
     stop_ids: frozenset[int]
     decode: Callable[[Sequence[int]], str]
     max_new_tokens: int
+    constraint: Constraint | None = None
+    """What the reply may be at all."""
     on_text: Callable[[str], None] | None = None
     """Called with each piece of the reply's text as soon as no stop string can take it back."""
     tokens: list[int] = field(default_factory=list)
@@ -275,10 +278,13 @@ class Generation(Request):
 
     def _take(self, logits: Tensor) -> None:
         self._show(logits)
-        choice = self.sampler.choose(logits[-1], self.history)
+        scores = logits[-1] if self.constraint is None else self.constraint.masked(logits[-1])
+        choice = self.sampler.choose(scores, self.history)
         if choice.token in self.stop_ids:
             self._finish("stop")
             return
+        if self.constraint is not None:
+            self.constraint.accept(choice.token)
         self.tokens.append(choice.token)
         self.history.append(choice.token)
         if self.sampler.params.logprobs is not None:

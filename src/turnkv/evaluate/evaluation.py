@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +13,8 @@ from typing import Any, Literal
 from turnkv.engine import Engine
 from turnkv.errors import OutOfPositionsError, OverBudgetError, TurnKVError
 from turnkv.evaluate.bootstrap import Sums, estimate, sums
-from turnkv.evaluate.items import Item
-from turnkv.evaluate.oneshot import Ours, Reference, Subject, oneshot_metrics
+from turnkv.evaluate.items import Item, session_item
+from turnkv.evaluate.oneshot import Ours, OursHolding, Reference, Subject, oneshot_metrics
 from turnkv.evaluate.online import online_metrics, replay_online
 from turnkv.evaluate.scoring import Pair
 
@@ -41,7 +42,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Step:
     """How far an evaluation has come."""
 
     done: int
@@ -54,7 +55,22 @@ class Progress:
 class Evaluation:
     """Runs tasks with some engines, the first of which keeps everything, and other libraries' caches."""
 
-    def __init__(self, engines: Sequence[Engine], foreign: Sequence[Subject] = (), *, max_requests: int | None = None):
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        foreign: Sequence[Subject] = (),
+        *,
+        max_requests: int | None = None,
+        answered: Collection[str] = (),
+    ) -> None:
+        """Take engines that share a memory.
+
+        Args:
+            engines: the first keeps everything.
+            foreign: other caches, for `oneshot` alone.
+            max_requests: requests of a session that are replayed online, at most; None replays all.
+            answered: ids of items whose calls are generated too.
+        """
         self.engines = list(engines)
         self._full = engines[0]
         assert self._full.policy.window is None
@@ -62,6 +78,7 @@ class Evaluation:
         self._subjects: list[Subject] = [*(Ours(engine, self._full) for engine in engines), *foreign]
         self._reference = Reference(self._full)
         self._max_requests = max_requests
+        self._answered = frozenset(answered)
 
     @property
     def names(self) -> list[str]:
@@ -89,7 +106,24 @@ class Evaluation:
         if item.twin is not None:
             without = self._oneshot(replace(item, history=item.twin, evidence=(), twin=None))
             return {name: _gain(found, without[name]["metrics"]) for name, found in self._oneshot(item).items()}
-        return self._oneshot(item)
+        return self._oneshot(self._held(item))
+
+    def _held(self, item: Item) -> Item:
+        """A session's first requests, as many as the reference can hold; any other item as it is."""
+        if item.kind != "session":
+            return item
+        session = item.session()
+        num_requests = len(session.requests)
+        while True:
+            try:
+                self._reference.base(item)
+            except (OutOfPositionsError, OverBudgetError):
+                num_requests = num_requests * 9 // 10
+                if num_requests < 2:
+                    raise
+                item = session_item(session, item.lang, num_requests)
+            else:
+                return item
 
     def _oneshot(self, item: Item) -> dict[str, dict[str, Any]]:
         base = self._reference.base(item)
@@ -101,7 +135,10 @@ class Evaluation:
                 holding = full if subject.name == self._full.policy.name else subject.hold(base, item)
                 try:
                     runs = reference if holding is full else holding.score(item, tails)
-                    found[subject.name] = {"metrics": oneshot_metrics(item, holding, runs, full, reference)}
+                    metrics = oneshot_metrics(item, holding, runs, full, reference)
+                    if item.id in self._answered and isinstance(holding, OursHolding):
+                        metrics["gold_exact"] = (float(holding.answers_rightly(item)), 1.0)
+                    found[subject.name] = {"metrics": metrics}
                 finally:
                     if holding is not full:
                         holding.close()
@@ -141,7 +178,7 @@ def run_tasks(
     tasks: Sequence[Task],
     out: Path | None,
     settings: dict[str, object],
-    progress: Callable[[Progress], None] = lambda progress: None,
+    progress: Callable[[Step], None] = lambda step: None,
 ) -> list[dict[str, Any]]:
     """Results of all tasks, in order. With `out`, those of a run that was killed are read from beside it.
 
@@ -155,7 +192,7 @@ def run_tasks(
     spent = deque([(0.0, 0)])
     for done, task in enumerate(tasks):
         left = None if not spent[-1][1] else spent[-1][0] / spent[-1][1] * (total - spent[-1][1])
-        progress(Progress(done, len(tasks), left, task.item.id))
+        progress(Step(done, len(tasks), left, task.item.id))
         if (result := found.get(kept.mark(task))) is None:
             started_s = time.perf_counter()
             # As JSON has it, so that a result is the same whether it was read or made.
@@ -225,14 +262,20 @@ def _summary(results: Sequence[dict[str, Any]], name: str, reference: str, metri
         # What is split by a policy's own deed is compared with all that the reference did there.
         beside = full.get(metric, full.get(metric.removesuffix("_dropped"))) if metric in ours else None
         if metric in ours:
-            rows.append((result["group"], ours[metric], beside if beside is not None else ours[metric]))
+            rows.append((result["group"], ours[metric], beside))
     groups, ours_sums = sums([row[0] for row in rows], [row[1] for row in rows])
-    _, full_sums = sums([row[0] for row in rows], [row[2] for row in rows])
+    has_reference = all(row[2] is not None for row in rows)
+    _, full_sums = sums([row[0] for row in rows], [row[2] or row[1] for row in rows])
     found = estimate(ours_sums, full_sums, is_relative=metric in RELATIVE)
     if metric in ("kv_ratio", "kv_mean_ratio"):  # a ratio to the reference already
         found = estimate(ours_sums, Sums(full_sums.under, full_sums.under), is_relative=False)
+
+    def known(value: float) -> float | None:
+        return value if has_reference and math.isfinite(value) else None
+
     return {
-        "value": found.value, "full": found.full, "change": found.change, "low": found.low, "high": found.high,
+        "value": found.value, "full": known(found.full), "change": known(found.change),
+        "low": known(found.low), "high": known(found.high),
         "unit": "relative" if metric in RELATIVE else UNITS.get(metric, "nats"),
         "items": len(rows), "groups": len(groups), "tokens": round(float(ours_sums.under.sum())),
     }  # fmt: skip

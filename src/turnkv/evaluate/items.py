@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = ("session", "recall", "toolcall", "arithmetic", "leaka
 
 Messages = tuple[dict[str, object], ...]
 
-MAX_CANDIDATES = 24
+MAX_CANDIDATES = 16
 """Answers that a right one is ranked among, itself included."""
 
 _COMMON = {"id", "source", "license", "url", "lang", "messages", "tools", "origin", "changes", "group"}
@@ -163,11 +163,25 @@ def _item(raw: dict[str, Any], answers: dict[str, list[str]]) -> Item:
         replies = tuple((calls_message(each),) for each in [calls, *wrong])
         return Item(**given, kind="toolcall", group=given["id"], history=raw["messages"], continuations=replies)
     session = RecordedSession(id=given["id"], messages=raw["messages"], tools=raw["tools"])
-    requests = session.requests
-    cut = requests[max(0, len(requests) - SCORED_REQUESTS)] if requests else len(raw["messages"])
-    start = cut - 1 if cut and raw["messages"][cut - 1]["role"] == Role.USER else cut
-    history, rest = raw["messages"][:start], raw["messages"][start : requests[-1] + 1 if requests else cut]
-    return Item(**given, kind="session", group=given["id"], history=history, continuations=(rest,))
+    return session_item(session, lang, len(session.requests))
+
+
+def session_item(session: RecordedSession, lang: str, num_requests: int) -> Item:
+    """The first requests of a session: the last few of them are what is scored after the history."""
+    messages, requests = session.messages, session.requests[:num_requests]
+    start = requests[max(0, len(requests) - SCORED_REQUESTS)] if requests else len(messages)
+    if start and messages[start - 1]["role"] == Role.USER:
+        start -= 1
+    rest = messages[start : requests[-1] + 1] if requests else ()
+    return Item(
+        id=session.id,
+        kind="session",
+        lang=lang,
+        group=session.id,
+        history=messages[:start],
+        tools=session.tools,
+        continuations=(rest,),
+    )
 
 
 SCORED_REQUESTS = 6

@@ -3,13 +3,15 @@
 All caches, questions and candidates share the one prefill. The reference takes the same way through the same engine.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from turnkv.config import SamplingParams
 from turnkv.conversation.messages import parse_messages
 from turnkv.conversation.spans import Classifier
 from turnkv.conversation.turns import group_turns, head_length
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 8
 """Candidates that are computed in one step."""
+MAX_CALL_TOKENS = 160
+"""Of a call that is generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,21 @@ class OursHolding:
     def close(self) -> None:  # noqa: D102 - the protocol says it
         self.engine.close_session(self.session.id)
 
+    def answers_rightly(self, item: Item) -> bool:
+        """Whether a call that is generated, in a grammar of the tools at hand, is the gold call."""
+        asked = (*item.history, *item.continuations[0])[: item.num_asked]
+        fork = self.full.adopt(self.session, _num_records(asked))
+        try:
+            sampling = SamplingParams(max_new_tokens=MAX_CALL_TOKENS)
+            request = self.full.generation(asked, item.tools, sampling=sampling, session_id=fork.id, must_call=True)
+            self.full.submit(request)
+            while not request.is_done:
+                self.full.step()
+            made = self.full.reply(request).message.to_openai()
+        finally:
+            self.full.close_session(fork.id)
+        return _calls(made) == _calls(item.continuations[0][-1])
+
 
 class Foreign:
     """Another library's cache, given the same tokens."""
@@ -118,11 +137,10 @@ class Foreign:
 class ForeignHolding:
     """A compressed prefix."""
 
-    ttft_s = None
-
     def __init__(self, held: "Held") -> None:
         self._held = held
         self.kv_bytes = held.kv_bytes
+        self.ttft_s: float | None = None
 
     def score(self, item: Item, tails: Sequence[Tail]) -> list[list[Scored]]:  # noqa: D102 - the protocol says it
         return [self._score(tail) for tail in tails]
@@ -207,6 +225,13 @@ def _tail(fork: Session, num_asked: int, run: Sequence[Scored]) -> Tail:
             replies.append((len(tokens) + record.header_tokens, left.pop(0).reply))
         tokens += record.tokens
     return Tail(tuple(tokens), tuple(replies))
+
+
+def _calls(message: Mapping[str, object]) -> list[str]:
+    """A message's calls, in an order of their own."""
+    calls: Any = message.get("tool_calls") or ()
+    made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    return sorted(json.dumps(call, sort_keys=True) for call in made)
 
 
 def _num_records(messages: Messages) -> int:
