@@ -23,11 +23,12 @@ BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def read(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    """What was measured under this name; None if nothing was."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None
 
 
-def demo() -> str:
-    found = read("demo")
+def demo(found: Any) -> str:
     lines = [
         "| policy | peak KV | first token, last quarter | NLL of the recorded replies |",
         "| --- | ---: | ---: | ---: |",
@@ -43,16 +44,16 @@ def demo() -> str:
     return "\n".join(lines)
 
 
-def speed() -> str:
-    rows = read("engine")["rows"]
+def speed(found: Any) -> str:
+    rows = found["rows"]
 
     def over(kind: str, name: str) -> str:
-        found = [
+        ratios = [
             (row["tokens"], row["ours_over"][name])
             for row in rows
             if row["kind"] == kind and row.get("streams", 1) == 1
         ]
-        return ", ".join(f"{ratio:.2f} at {round(tokens, -2):,}" for tokens, ratio in found)
+        return ", ".join(f"{ratio:.2f} at {round(tokens, -2):,}" for tokens, ratio in ratios)
 
     lines = ["| time over that of | prefill, by prompt tokens | decode, by context |", "| --- | --- | --- |"]
     for name, said in (("vLLM", "vLLM's CPU build, compiled"), ("transformers", "transformers' `generate`")):
@@ -133,24 +134,41 @@ def setting(evaluation: Mapping[str, Any]) -> str:
     return f"{evaluation['model']}, {said['dtype']}, {said['threads']} threads, {versions}, {said['date']}: {counted}."
 
 
-def policies() -> str:
-    found = read("eval")
+def policies(found: Any) -> str:
     return "\n\n".join([setting(found), *(transposed(found, protocol) for protocol in found["summary"])])
 
 
-def tuning() -> str:
-    found = read("tuning")
+def tuning(found: Any) -> str:
     chosen = {
         name: METRICS[name] for name in ("kv_ratio", "nll", "nll_number", "nll_tool_call", "kl", "ttft_after_drop_s")
     }
     return "\n\n".join([setting(found), *(table(found, protocol, chosen) for protocol in found["summary"])])
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"demo": demo, "speed": speed, "policies": policies, "tuning": tuning}
+def caches(found: Any) -> str:
+    chosen = {name: METRICS[name] for name in ("kv_ratio", "nll", "kl", "top1", "gold_ll", "recall_ll")}
+    return "\n\n".join([setting(found), table(found, "oneshot", chosen)])
+
+
+BLOCKS: dict[str, tuple[Callable[[Any], str], str]] = {
+    "demo": (demo, "demo"),
+    "speed": (speed, "engine"),
+    "policies": (policies, "eval"),
+    "tuning": (tuning, "tuning"),
+    "caches": (caches, "caches"),
+}
+"""What makes each block, and the file that it reads."""
 
 
 def filled(text: str) -> str:
-    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", text)
+    """The text with what the files say in its blocks; one whose file is missing says so."""
+
+    def fill(match: re.Match[str]) -> str:
+        make, source = BLOCKS[match[2]]
+        said = make(found) if (found := read(source)) is not None else f"*Not measured yet: there is no {source}.json.*"
+        return f"{match[1]}{said}\n{match[3]}"
+
+    return BLOCK.sub(fill, text)
 
 
 def main() -> None:

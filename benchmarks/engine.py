@@ -268,7 +268,8 @@ def main() -> None:
     own = Transformers(model)
     workers = start_peers(folder.path) if arguments.peers else []
     peers: list[Arm] = [Peer(worker) for worker in workers]
-    exact_peers = [peer for peer in peers if "4 bits" not in peer.name]
+    # llama.cpp's prefill is ten times slower here, and would take most of the time of long prompts.
+    prefilling = [peer for peer in peers if "llama.cpp" not in peer.name]
     setting = {
         "model": folder.name,
         "torch": torch.__version__,
@@ -285,7 +286,7 @@ def main() -> None:
         for num_tokens in (64, 128) if arguments.quick else (500, 2000, 6000):
             prompt = make_prompt(exact.engine, num_tokens)
             tokens = len(prompt.tokens)
-            row = compare([exact, own, *exact_peers], rounds, prefill_of(prompt))
+            row = compare([exact, own, *prefilling], rounds, prefill_of(prompt))
             rows.append({"kind": "prefill", "tokens": tokens} | row)
             show(f"prefill, {tokens:,} tokens", row)
             row = compare([exact, int8, own, *peers], rounds, decode_of(prompt, 1, new_tokens))

@@ -43,7 +43,7 @@ def test_a_turn_can_be_forgotten_and_the_talk_goes_on(turnkv: Turnkv) -> None:
     result = turnkv("chat", *SHORT, stdin="a\nb\nc\n/forget 0\nd\n/turns\n")
     assert result.exit_code == 0, result.stderr
     assert "forgot turn 0:" in result.stdout
-    assert _turns(result.stdout)[0][-1] == "dropped"
+    assert _turns(result.stdout)[1][-1] == "dropped"
 
 
 def test_turns_can_be_dropped_and_pinned_by_hand(turnkv: Turnkv) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich import box
@@ -26,11 +26,13 @@ from turnkv.evaluate.evaluation import PROTOCOLS, Evaluation, Step, Task, run_ta
 from turnkv.evaluate.explain import explain
 from turnkv.evaluate.generated import arithmetic_items, leakage_items, text_items
 from turnkv.evaluate.items import KINDS, Item, Skipped, load_items
-from turnkv.evaluate.oneshot import Foreign, Subject
 from turnkv.evaluate.results import write_atomically
 from turnkv.evaluate.sessions import read_ids
 from turnkv.models import resolve_model
 from turnkv.policy import FULL, Policy, load_policy
+
+if TYPE_CHECKING:
+    from turnkv.evaluate.foreign import ForeignCache
 
 SEED = 20261201
 QUICK_REQUESTS = 12
@@ -81,9 +83,19 @@ def run_eval(options: EngineOptions, wanted: EvalOptions) -> None:
         return
     settings = _settings(options, wanted, base, policies)
     answered = [item.id for item in items if item.kind == "toolcall"][: wanted.num_answered]
-    evaluation = Evaluation(engines, _foreign(options, wanted), max_requests=_max_requests(wanted), answered=answered)
+    foreign = _foreign(options, wanted)
+    evaluation = Evaluation(
+        engines,
+        [Foreign(cache) for cache in foreign],
+        max_requests=_max_requests(wanted),
+        answered=answered,
+    )
     started = datetime.now(UTC)
-    results = _run(evaluation, tasks, wanted, settings)
+    try:
+        results = _run(evaluation, tasks, wanted, settings)
+    finally:
+        for cache in foreign:
+            cache.close()
     found = {
         "model": base.name,
         "versions": {name: version(name) for name in ("turnkv", "torch", "transformers")},
@@ -130,13 +142,13 @@ def _max_requests(wanted: EvalOptions) -> int | None:
     return QUICK_REQUESTS if wanted.is_quick and wanted.max_requests is None else wanted.max_requests
 
 
-def _foreign(options: EngineOptions, wanted: EvalOptions) -> list[Subject]:
+def _foreign(options: EngineOptions, wanted: EvalOptions) -> "list[ForeignCache]":
     if not wanted.caches:
         return []
     from turnkv.evaluate.foreign import foreign_cache  # noqa: PLC0415 (what it needs is an extra)
 
     folder = resolve_model(options.model, progress=say).path
-    return [Foreign(foreign_cache(name, folder, dtype=options.dtype)) for name in wanted.caches]
+    return [foreign_cache(name, folder, dtype=options.dtype) for name in wanted.caches]
 
 
 def _settings(

@@ -46,6 +46,10 @@ class ForeignCache(Protocol):
         """Prefill once, compress once; what was held before is gone."""
         ...
 
+    def close(self) -> None:
+        """End its process."""
+        ...
+
 
 def foreign_cache(name: str, folder: Path, *, dtype: str, environment: Path = ENVIRONMENT) -> ForeignCache:
     """Start a cache by name: `hf:dynamic`, `hf:quanto-int4`, or a kvpress method with the share that it keeps.
@@ -65,7 +69,7 @@ def foreign_cache(name: str, folder: Path, *, dtype: str, environment: Path = EN
 
 
 class Worker:
-    """A cache in its process, which ends with this one."""
+    """A cache in its process."""
 
     def __init__(self, name: str, python: Path, arguments: Sequence[str]) -> None:
         self.name = name
@@ -90,12 +94,19 @@ class Worker:
             pass  # the answer says why
         return self._answer()
 
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
             said = [each for each in self._log.read().splitlines() if each.strip()]
+            self.close()
             raise TurnKVError(f"cache {self.name} ended: {said[-1] if said else 'it said nothing'}; call make peers")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -1,8 +1,8 @@
 """Other libraries' caches, in an environment of their own: `python foreign_worker.py NAME FOLDER DTYPE`.
 
 A script that imports nothing of turnkv's: kvpress needs another version of transformers. It is asked by lines of JSON
-and answers by lines: `{"hold": tokens}` prefills and compresses, `{"score": tokens, "num_scored": n, "to": FILE}` writes
-the logits [n, V] float32 that predict the last n tokens. What is held stays as it is.
+and answers by lines: `{"hold": tokens}` prefills and compresses, `{"score": tokens, "num_scored": n, "to": FILE}`
+writes the logits [n, V] float32 that predict the last n tokens. What is held stays as it is.
 """
 
 import copy
