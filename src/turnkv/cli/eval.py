@@ -26,6 +26,7 @@ from turnkv.evaluate.evaluation import PROTOCOLS, Evaluation, Step, Task, run_ta
 from turnkv.evaluate.explain import explain
 from turnkv.evaluate.generated import arithmetic_items, leakage_items, text_items
 from turnkv.evaluate.items import KINDS, Item, Skipped, load_items
+from turnkv.evaluate.oneshot import Foreign
 from turnkv.evaluate.results import write_atomically
 from turnkv.evaluate.sessions import read_ids
 from turnkv.models import resolve_model
@@ -72,12 +73,12 @@ def run_eval(options: EngineOptions, wanted: EvalOptions) -> None:
         raise TurnKVError("--policy: two policies have one name; give each file a name of its own")
     items, skipped = _items(wanted)
     tasks = _tasks(wanted, items)
+    item = next((item for item in items if item.id == wanted.explain and item.kind == "session"), None)
+    if wanted.explain is not None and item is None:
+        raise InvalidFileError(f"--explain: the data hold no session {wanted.explain!r}; check its id")
     base = options.load_engine(say)
     engines = base.sharing(policies)
-    if wanted.explain is not None:
-        item = next((item for item in items if item.id == wanted.explain and item.kind == "session"), None)
-        if item is None:
-            raise InvalidFileError(f"--explain: the data hold no session {wanted.explain!r}; check its id")
+    if item is not None:
         for part in explain(engines, item, limit=wanted.max_requests):
             out_console().print(part)
         return
