@@ -1,9 +1,10 @@
 """Figures in README and docs, written from the result files and checked against them.
 
-    .venv/bin/python benchmarks/documents.py [--check]
+    .venv/bin/python benchmarks/documents.py [--check] [--demo out]
 
 Between `<!-- figures: NAME -->` and `<!-- end -->` stands what the function NAME here makes of benchmarks/results;
-docs/claims.md is made as a whole (claims.py). `--check` writes nothing and fails where text and files disagree.
+docs/claims.md is made as a whole (claims.py). `--check` writes nothing and fails where text and files disagree;
+`--demo` takes the figures of a `make demo` from its folder first.
 """
 
 import argparse
@@ -11,10 +12,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import claims
+from turnkv.evaluate.comparison import compare
+from turnkv.evaluate.results import ReplayResult
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -160,6 +164,15 @@ BLOCKS: dict[str, tuple[Callable[[Any], str], str]] = {
 """What makes each block, and the file that it reads."""
 
 
+def keep_demo(folder: Path) -> None:
+    """What the README says of a demo, out of its results."""
+    results = [ReplayResult.read_json(folder / f"{name}.json") for name in ("full", "balanced")]
+    [session_id] = {session.id for result in results for session in result.sessions}
+    comparison = compare(results, session_id)
+    found = {run.policy: asdict(comparison.shared_figures(run)) for run in comparison.runs}
+    (RESULTS / "demo.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
 def filled(text: str) -> str:
     """The text with what the files say in its blocks; one whose file is missing says so."""
 
@@ -174,7 +187,10 @@ def filled(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--demo", type=Path)
     arguments = parser.parse_args()
+    if arguments.demo is not None:
+        keep_demo(arguments.demo)
     wanted = {ROOT / name: filled((ROOT / name).read_text("utf-8")) for name in FILES}
     wanted[ROOT / "docs/claims.md"] = claims.page(RESULTS)
     stale = [path for path, text in wanted.items() if path.read_text("utf-8") != text]

@@ -233,6 +233,12 @@ def test_a_pattern_pins_wherever_it_matches() -> None:
     assert not Keep().is_pinned("anything")
 
 
+def test_ranks_are_gapped_or_closed() -> None:
+    assert parse_policy("mine", '[window]\nranks = "closed"').window == Window(ranks="closed")
+    with pytest.raises(InvalidConfigError, match=r"window\.ranks"):
+        parse_policy("mine", '[window]\nranks = "wide"')
+
+
 def test_a_policy_describes_its_limits() -> None:
     window = Window(high=4, low=2, budget_bytes=12_345)
     text = Policy(name="mine", window=window, keep=Keep(tool_results="clear")).describe()
