@@ -1,6 +1,6 @@
 """Prefill and decode, paired in one run: turnkv beside transformers and, with `--peers`, vLLM on CPUs and llama.cpp.
 
-    .venv/bin/python benchmarks/engine.py [--peers] [--quick] [--rounds N] [--json OUT]
+    .venv/bin/python benchmarks/engine.py [--peers] [--quick] [--only KIND] [--rounds N] [--json OUT]
 
 Same model, same prompt tokens, greedy, bf16 (llama.cpp: f16, and 4 bits for information). `prefill` is the time to the
 first token of a prompt of which nothing is cached; `decode` is a step of all streams, whose prompt is cached and one
@@ -255,6 +255,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="vLLM and llama.cpp too; `make peers` first")
     parser.add_argument("--quick", action="store_true", help="short prompts, two rounds: does it run at all?")
     parser.add_argument("--json", type=Path, help="write the rows and the setting here")
+    parser.add_argument("--only", choices=("prefill", "decode"), help="these rows alone; OUT keeps its others")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default=None)
     arguments = parser.parse_args()
@@ -266,10 +267,11 @@ def main() -> None:
     int8 = Ours(f"{OURS} int8 KV", exact.engine.with_policy(INT8))
     model, _ = load_model(folder.path, torch.bfloat16)
     own = Transformers(model)
-    workers = start_peers(folder.path) if arguments.peers else []
-    peers: list[Arm] = [Peer(worker) for worker in workers]
     # llama.cpp's prefill is ten times slower here, and would take most of the time of long prompts.
+    workers = start_peers(folder.path, with_llama=arguments.only != "prefill") if arguments.peers else []
+    peers: list[Arm] = [Peer(worker) for worker in workers]
     prefilling = [peer for peer in peers if "llama.cpp" not in peer.name]
+    has_prefill, has_decode = arguments.only != "decode", arguments.only != "prefill"
     setting = {
         "model": folder.name,
         "torch": torch.__version__,
@@ -286,15 +288,18 @@ def main() -> None:
         for num_tokens in (64, 128) if arguments.quick else (500, 2000, 6000):
             prompt = make_prompt(exact.engine, num_tokens)
             tokens = len(prompt.tokens)
-            row = compare([exact, own, *prefilling], rounds, prefill_of(prompt))
-            rows.append({"kind": "prefill", "tokens": tokens} | row)
-            show(f"prefill, {tokens:,} tokens", row)
+            if has_prefill:
+                row = compare([exact, own, *prefilling], rounds, prefill_of(prompt))
+                rows.append({"kind": "prefill", "tokens": tokens} | row)
+                show(f"prefill, {tokens:,} tokens", row)
+            if not has_decode:
+                continue
             row = compare([exact, int8, own, *peers], rounds, decode_of(prompt, 1, new_tokens))
             row["of_floor"] = row["seconds"][OURS] * row["bandwidth"] / exact.bytes_read(prompt)
             rows.append({"kind": "decode", "tokens": tokens, "streams": 1} | row)
             show(f"decode, {tokens:,} tokens, one stream", row)
         prompt = make_prompt(exact.engine, 64 if arguments.quick else 1000)
-        for streams in (2,) if arguments.quick else (4, 8):
+        for streams in () if not has_decode else (2,) if arguments.quick else (4, 8):
             row = compare([exact, int8, *peers], rounds, decode_of(prompt, streams, new_tokens))
             rows.append({"kind": "decode", "tokens": len(prompt.tokens), "streams": streams} | row)
             show(f"decode, {len(prompt.tokens):,} tokens, {streams} streams", row)
@@ -303,6 +308,10 @@ def main() -> None:
             worker.stop()
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        if arguments.only is not None and arguments.json.is_file():
+            kept = json.loads(arguments.json.read_text("utf-8"))
+            setting["peers"] = kept["setting"]["peers"] | setting["peers"]
+            rows += [row for row in kept["rows"] if row["kind"] != arguments.only]
         arguments.json.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1))
 
 

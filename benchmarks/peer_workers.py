@@ -51,15 +51,17 @@ class Worker:
         return answer
 
 
-def start_peers(model: Path) -> list[Worker]:
+def start_peers(model: Path, *, with_llama: bool = True) -> list[Worker]:
     """All peers that `make peers` installed, with a model's folder loaded."""
     gguf = ENVIRONMENTS / f"{model.name}.f16.gguf"
     if not gguf.exists():
         subprocess.run([sys.executable, HERE / "gguf_weights.py", model, gguf], check=True)
     workers = []
-    peers = [("vllm", "vllm_cpu.py", model), ("llama-cpp", "llama_cpp.py", gguf)]
+    peers = [("vllm", "vllm_cpu.py", model)]
+    if with_llama:
+        peers.append(("llama-cpp", "llama_cpp.py", gguf))
     packed = [gguf for gguf in ENVIRONMENTS.glob("*.Q4*.gguf") if model.name.startswith(gguf.name.partition(".")[0])]
-    peers += [("llama-cpp", "llama_cpp.py", gguf) for gguf in packed]
+    peers += [("llama-cpp", "llama_cpp.py", gguf) for gguf in packed if with_llama]
     for name, script, weights in peers:
         python = ENVIRONMENTS / name / "bin" / "python"
         if not python.exists():

@@ -4,8 +4,8 @@
 
 Each request of a recorded session is answered anew by as many tokens as the recorded reply has, greedy, whatever they
 are; the next request then brings the recorded reply, as a client's history does. turnkv gets a KV budget of `--share`
-of what the session takes at its longest; the others (turnkv under `full`, and with `--peers` vLLM's CPU build and
-llama.cpp, with their prefix caches) get all. Seconds are of the whole session, with what turnkv does between requests;
+of what the session takes at its longest; the others (turnkv under `full`, and with `--peers` vLLM's CPU build, the best
+of the peers, with its prefix cache) get all. Seconds are of the whole session, with what turnkv does between requests;
 the arms run in turn, there and back.
 """
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--id", default="checkout-incident")
     parser.add_argument("--policy", default="balanced")
     parser.add_argument("--share", type=float, default=0.25)
-    parser.add_argument("--peers", action="store_true", help="vLLM and llama.cpp too; `make peers` first")
+    parser.add_argument("--peers", action="store_true", help="vLLM too; `make peers` first")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--limit", type=int, help="the first N requests")
     parser.add_argument("--json", type=Path)
@@ -110,7 +110,8 @@ def main() -> None:
     requests = requests[: arguments.limit]
     budget = int(whole_bytes * arguments.share)
     ours = full.with_policy(load_policy(arguments.policy), cache=CacheConfig(budget_bytes=budget))
-    workers = start_peers(resolve_model(None, progress=print).path) if arguments.peers else []
+    folder = resolve_model(None, progress=print)
+    workers = start_peers(folder.path, with_llama=False) if arguments.peers else []
     name = f"turnkv {arguments.policy}"
     arms = {name: ours, "turnkv full": full} | {worker.name: worker for worker in workers}
     print(

@@ -114,16 +114,12 @@ class Evaluation:
             return item
         session = item.session()
         num_requests = len(session.requests)
-        while True:
-            try:
-                self._reference.base(item)
-            except (OutOfPositionsError, OverBudgetError):
-                num_requests = num_requests * 9 // 10
-                if num_requests < 2:
-                    raise
-                item = session_item(session, item.lang, num_requests)
-            else:
-                return item
+        while not self._reference.can_hold(item):
+            num_requests = num_requests * 9 // 10
+            if num_requests < 2:
+                break
+            item = session_item(session, item.lang, num_requests)
+        return item
 
     def _oneshot(self, item: Item) -> dict[str, dict[str, Any]]:
         base = self._reference.base(item)

@@ -16,6 +16,7 @@ from turnkv.conversation.messages import parse_messages
 from turnkv.conversation.spans import Classifier
 from turnkv.conversation.turns import group_turns, head_length
 from turnkv.engine import Engine, Scoring, Session
+from turnkv.errors import OutOfPositionsError, OverBudgetError
 from turnkv.evaluate.items import Item, Messages
 from turnkv.evaluate.scoring import Pair, Reply, Scored, closeness, reply_of, score_of
 
@@ -163,6 +164,16 @@ class Reference:
     def __init__(self, full: Engine) -> None:
         self._full = full
         self._held: tuple[object, Session] | None = None
+
+    def can_hold(self, item: Item) -> bool:
+        """Whether history and right continuation fit together. Computes nothing."""
+        request = self._full.scoring((*item.history, *item.continuations[0]), item.tools)
+        try:
+            self._full.submit(request)
+        except (OutOfPositionsError, OverBudgetError):
+            return False
+        self._full.cancel(request)
+        return True
 
     def base(self, item: Item) -> Session:
         """The history in full, prefilled if it is not the last one's."""
