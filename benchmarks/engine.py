@@ -14,11 +14,11 @@ takes than reading its weights and KV once, at the bandwidth that a plain read l
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from peer_workers import Worker, start_peers
 from turnkv.config import CacheConfig, SamplingParams
 from turnkv.engine import Engine, Generation, ModelRunner
 from turnkv.engine.fused import FusedHead, FusedLayer
+from turnkv.evaluate.machine import cpu_name
 from turnkv.kernels import cpu
 from turnkv.models import resolve_model
 from turnkv.models.loading import load_model
@@ -277,8 +278,9 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
-        "machine": platform.processor() or platform.machine(),
+        "machine": cpu_name(),
         "kernels": cpu.isas()[-1] if cpu.isas() else "reference",
+        "date": datetime.now(UTC).date().isoformat(),
         "transformers_attention": model.config._attn_implementation,
         "peers": {worker.name: worker.version for worker in workers},
     }

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from turnkv.cache import KVStorage, LayerShape, TierPlan, TileGroup, native
 from turnkv.config import PAGE_TOKENS
+from turnkv.evaluate.machine import cpu_name
 from turnkv.kernels import BODIES, Batch, LayerAttention, SequenceView, cpu
 from turnkv.types import EXACT, Tier
 
@@ -313,7 +313,7 @@ def main() -> None:
     if arguments.quick:
         plan, contexts, prompts = Plan(1, 2**24, 0.01), (256, 1024), ((512, 64),)
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, body {cpu.isas()[-1]}, last-level cache "
+        f"{cpu_name()}, {os.cpu_count()} CPUs, body {cpu.isas()[-1]}, last-level cache "
         f"{cached / 2**20:.0f} MiB, each kind over {plan.working_bytes / 2**20:,.0f} MiB"
     )
     by_threads: dict[int, dict[str, object]] = {}
@@ -327,7 +327,7 @@ def main() -> None:
         by_threads[threads] = {"threads": threads, "decode": rows, "prefill": fills, "scattered": pages}
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        head = {"isa": cpu.isas()[-1], "cache_bytes": cached, "shape": arguments.shape}
+        head = {"machine": cpu_name(), "isa": cpu.isas()[-1], "cache_bytes": cached, "shape": arguments.shape}
         # The last thread count, all by default, is what others cite (benchmarks/claims.py).
         last = by_threads[next(reversed(by_threads))]
         arguments.json.write_text(json.dumps(head | last | {"by_threads": by_threads}, indent=1))

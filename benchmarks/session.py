@@ -14,12 +14,16 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from peer_workers import Worker, start_peers
 from turnkv.config import CacheConfig, SamplingParams
 from turnkv.engine import Engine
+from turnkv.evaluate.machine import cpu_name
 from turnkv.evaluate.sessions import RecordedSession, load_sessions
 from turnkv.models import resolve_model
 from turnkv.policy import FULL, load_policy
@@ -145,8 +149,15 @@ def main() -> None:
         )
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        setting = {
+            "model": folder.name,
+            "machine": cpu_name(),
+            "threads": torch.get_num_threads(),
+            "date": datetime.now(UTC).date().isoformat(),
+            "peers": {worker.name: worker.version for worker in workers},
+        }
         summary = {"session": session.id, "requests": len(requests), "whole_bytes": whole_bytes, "budget_bytes": budget}
-        arguments.json.write_text(json.dumps(summary | {"arms": found}, indent=1))
+        arguments.json.write_text(json.dumps({"setting": setting} | summary | {"arms": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from turnkv.cli.display import out_console, say
 from turnkv.cli.options import EngineOptions
+from turnkv.evaluate.machine import cpu_name
 
 PACKAGES = ("turnkv", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 _PROMPT = [{"role": "user", "content": "Say hello."}]
@@ -55,7 +56,7 @@ def run_doctor(options: EngineOptions) -> None:
         {
             "versions": ", ".join(_versions()),
             "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-            "processor": f"{_processor()}, {os.cpu_count()} threads, of which {torch.get_num_threads()} compute",
+            "processor": f"{cpu_name()}, {os.cpu_count()} threads, of which {torch.get_num_threads()} compute",
             "memory": _memory(),
             "read bandwidth": f"{bandwidth / 1e9:.1f} GB/s" if bandwidth else "not measured: no C++ kernels",
             "kernels": f"{default_body()}, on {isas[-1]} of {', '.join(isas)}" if isas else "reference: no C++ kernels",
@@ -96,11 +97,6 @@ def _versions() -> Iterator[str]:
             yield f"{package} {version(package)}"
         except PackageNotFoundError:
             yield f"{package} is missing"
-
-
-def _processor() -> str:
-    found = _line_after("/proc/cpuinfo", "model name", lambda text: text)
-    return found or platform.processor() or platform.machine()
 
 
 def _memory() -> str:

@@ -1,7 +1,6 @@
 """`turnkv eval`: what each policy saves and what it costs, on recorded sessions."""
 
 import json
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from turnkv.evaluate.evaluation import PROTOCOLS, Evaluation, Step, Task, run_ta
 from turnkv.evaluate.explain import explain
 from turnkv.evaluate.generated import arithmetic_items, leakage_items, text_items
 from turnkv.evaluate.items import KINDS, Item, Skipped, load_items
+from turnkv.evaluate.machine import cpu_name
 from turnkv.evaluate.oneshot import Foreign
 from turnkv.evaluate.results import write_atomically
 from turnkv.evaluate.sessions import read_ids
@@ -164,7 +164,7 @@ def _settings(
         "max_step_tokens": engine.config.max_step_tokens,
         "num_answered": wanted.num_answered,
         "seed": SEED,
-        "machine": platform.machine(),
+        "machine": cpu_name(),
         "threads": torch.get_num_threads(),
     }
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from turnkv.config import SamplingParams
 from turnkv.engine import Engine, Reply, Score, Usage
 from turnkv.engine.journal import dump_journal
 from turnkv.errors import TurnKVError, UnknownSessionError
+from turnkv.evaluate.machine import cpu_name
 from turnkv.evaluate.results import ReplayResult, RequestResult, SessionResult, write_atomically
 from turnkv.evaluate.sessions import RecordedSession
 from turnkv.types import SessionId
@@ -253,18 +253,10 @@ def _settings(engine: Engine, mode: Mode) -> dict[str, object]:
         "max_step_tokens": engine.config.max_step_tokens,
         "is_dry": engine.runner.is_dry,
         "threads": torch.get_num_threads(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count() or 0,
         "date": datetime.now(UTC).date().isoformat(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _write_journal(path: Path, session: RecordedSession, sessions: Sequence[RecordedSession], text: str) -> None:
